@@ -19,10 +19,8 @@ from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
 
 
 class ServerAdapter(BaseRollout):
-    """Connects a trainer rank to the EngineServer of its replica.
-
-    The first rank of a replica calls the actor. The other ranks only help to gather weights.
-    """
+    """Connects a trainer rank to the EngineServer of its replica. The first rank of a replica calls
+    the actor. The other ranks only help to gather weights."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1

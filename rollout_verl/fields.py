@@ -99,9 +99,7 @@ _KNOWN = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
 
 def check_config(config: Any) -> None:
     """Raise ConfigError if a RolloutConfig asks for something that this backend does not support.
-
-    Logs a warning for fields that are not in the tables and do not have their defaults.
-    """
+    Logs a warning for fields that are not in the tables and do not have their defaults."""
     own = (config.engine_kwargs or {}).get(ENGINE_KWARGS) or {}
     for name, refused in REFUSED.items():
         value = getattr(config, name, None)

@@ -211,8 +211,7 @@ class EngineServer:
             await self._suspend((KV_CACHE,))
 
     async def resume_kv_cache(self) -> None:
-        """Restore the memory of the KV cache. No-op when `release_kv_cache` is
-        one."""
+        """Restore the memory of the KV cache. No-op when `release_kv_cache` is one."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._restore((KV_CACHE,))
 

@@ -1,9 +1,9 @@
 """CausalLM: the model that an engine runs, with its weights addressable by Hugging Face names.
 
 `rollout.models.checkpoints.loading` builds and fills it, `rollout.worker.loading` prepares it, and
-ModelRunner runs it. The modules of `rollout.weights` update its weights, and the announcement of
-`rollout.serve.control` reads its weight table. Shape letters: L logit rows, E hidden size,
-V vocabulary, P vocabulary ids of one rank.
+ModelRunner runs it. The modules of `rollout.weights` update its weights, and
+`rollout.serve.control.announcement` reads its weight table. Shape letters: L logit rows, E hidden
+size, V vocabulary, P vocabulary ids of one rank.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> CausalLM:
-        """Return a model with the weights that `randomize` draws, equal on every device.
-
-        `dtype` None means the spec's dtype."""
+        """Return a model with the weights that `randomize` draws, equal on every device. `dtype`
+        None means the spec's dtype."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
         model.randomize(seed)
         return model
@@ -206,9 +205,7 @@ class CausalLM(nn.Module):
 
     def read_weights(self) -> dict[str, Tensor]:
         """Return the values of every weight by its Hugging Face name, as `WeightSlot.read` does.
-
-        Raises ModelError on a rank of a group, which does not have all values.
-        """
+        Raises ModelError on a rank of a group, which does not have all values."""
         if self.spec.shard.size > 1:
             raise ModelError(
                 f"rank {self.spec.shard.rank} of {self.spec.shard.size} keeps only parts of the "
@@ -257,9 +254,8 @@ class CausalLM(nn.Module):
         return self._linear_layers
 
     def linear_modules(self) -> set[str]:
-        """Return the checkpoint's names of all linear layers, which LoRA may target.
-
-        Each part of a fused layer has its own name. `kv_b_proj` of latent attention is included."""
+        """Return the checkpoint's names of all linear layers, which LoRA may target. Each part of a
+        fused layer has its own name. `kv_b_proj` of latent attention is included."""
         parts = {
             f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
             for path, layer in self.linear_layers().items()

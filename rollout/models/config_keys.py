@@ -201,7 +201,6 @@ def _check(key: str, value: Any, family: Family) -> None:
 
 def activation_of(config: Mapping[str, Any], family: Family) -> str:
     """Return ModelSpec's name of the config's activation; the family's first if it names none.
-
     Raises ModelError for an activation that the family does not support."""
     key, names = family.activation_key, family.activations
     name = config.get(key, next(iter(names)))
@@ -211,9 +210,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> str:
 
 
 def activation_to_hf(activation: str, family: Family) -> str:
-    """Return transformers' name of `activation`, a name of ModelSpec.
-
-    Raises ModelError if the family does not support it."""
+    """Return transformers' name of `activation`, a name of ModelSpec. Raises ModelError if the
+    family does not support it."""
     names = [name for name, own in family.activations.items() if own == activation]
     if not names:
         raise ModelError(f"a {family.name!r} config cannot express activation={activation!r}")

@@ -33,10 +33,8 @@ Mixer: TypeAlias = Attention | LatentAttention | GatedMLP | MixtureOfExperts
 
 
 class Embedding(BackendLayer):
-    """One learned vector per token id, times a multiplier in the dtype of the weights.
-
-    Under tensor parallelism each rank keeps the vectors of a range of ids.
-    """
+    """One learned vector per token id, times a multiplier in the dtype of the weights. Under tensor
+    parallelism each rank keeps the vectors of a range of ids."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
@@ -133,7 +131,6 @@ class DecoderLayer(BackendLayer):
         kept_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `(delta, residual)` after this layer: for all tokens, or for the tokens `kept_L`.
-
         The attention writes the KV cache for all tokens in either case."""
         x_TE = delta_TE
         for norm_before, mixer, norm_after, is_parallel, sums in self.branches:
@@ -218,10 +215,8 @@ class Decoder(nn.Module):
         return self.norm.add(delta_LE, residual_LE)[0]
 
     def parts(self) -> DecoderParts | None:
-        """Return all weights and constants for a fused decoder; None if a layer has no `parts`.
-
-        The layers must be bound to a backend.
-        """
+        """Return all weights and constants for a fused decoder; None if a layer has no `parts`. The
+        layers must be bound to a backend."""
         layers = [layer.parts() for layer in self.layers if isinstance(layer, DecoderLayer)]
         parts = [layer for layer in layers if layer is not None]
         spec = self.spec

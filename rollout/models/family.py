@@ -1,7 +1,7 @@
 """Family: how one model family differs from the common decoder, as plain values.
 
-Each file of rollout/models/families makes one. Read by ModelSpec, `config_keys`, `layout` and
-CausalLM in `rollout.models`, through `families.registry`.
+Each file of `rollout.models.families` makes one. Used by ModelSpec, CausalLM, `config_keys` and
+`layout` of `rollout.models`; Decoder uses BranchNames.
 """
 
 from __future__ import annotations
@@ -63,10 +63,8 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNames:
-    """Checkpoint names of the modules of one residual branch; None for a norm that it lacks.
-
-    With `is_parallel` the mixer gets the same input as the mixer of the branch before.
-    """
+    """Checkpoint names of the modules of one residual branch; None for a norm that it lacks. With
+    `is_parallel` the mixer gets the same input as the mixer of the branch before."""
 
     mixer: str
     norm_before: str | None = None

@@ -147,11 +147,9 @@ def rope_with_window(config: Config, windows: Windows) -> Ropes:
 
 
 def rope_by_flag(config: Config, windows: Windows) -> Ropes:
-    """Return None for layers with 0 in `no_rope_layers`, the config's rope for the others.
-
-    Without that key every `no_rope_layer_interval`-th layer has no rope. Returns () if all layers
-    have one.
-    """
+    """Return None for layers with 0 in `no_rope_layers`, the config's rope for the others. Without
+    that key every `no_rope_layer_interval`-th layer has no rope. Returns () if all layers have
+    one."""
     rope = rope_from_hf(config)
     flags = _rope_flags(config, config["num_hidden_layers"])
     return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
@@ -193,7 +191,6 @@ def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
     """Return the layers of type "sparse" in `mlp_layer_types`; without that key, all but the first.
-
     Raises ModelError unless that key has "dense" or "sparse" for each layer."""
     types = config.get("mlp_layer_types")
     if types is None:

@@ -22,10 +22,8 @@ MixerSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchSpec:
-    """A residual branch: x + residual_multiplier * norm_after(mixer(norm_before(x))).
-
-    `names` gives the checkpoint's names of the mixer and of the norms that the branch has.
-    """
+    """A residual branch: x + residual_multiplier * norm_after(mixer(norm_before(x))). `names` gives
+    the checkpoint's names of the mixer and of the norms that the branch has."""
 
     names: BranchNames
     mixer: MixerSpec

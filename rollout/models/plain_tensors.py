@@ -30,10 +30,8 @@ def plain_name(name: str) -> str:
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers by plain name, in the order of `state_dict`.
-
-    A tied tensor comes once, under its first name.
-    """
+    """Return the parameters and persistent buffers by plain name, in the order of `state_dict`. A
+    tied tensor comes once, under its first name."""
     weights: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if not name.endswith(_EXTRA_STATE):
@@ -120,10 +118,8 @@ def _is_plain_subclass(tensor: Tensor) -> bool:
 
 
 def refusal(tensor: object) -> str | None:
-    """Return why the values of `tensor` cannot be read; None if they can.
-
-    The reason continues a sentence that begins with the tensor's name.
-    """
+    """Return why the values of `tensor` cannot be read; None if they can. The reason continues a
+    sentence that begins with the tensor's name."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}; send a torch.Tensor"
     if nn.parameter.is_lazy(tensor):

@@ -37,10 +37,8 @@ _LEGAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def quant_method_of(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of a config.json: FP8, MXFP4, or None if it names none.
-
-    Raises ModelError naming a method, or a setting of it, that is not supported.
-    """
+    """Return the quantization method of a config.json: FP8, MXFP4, or None if it names none. Raises
+    ModelError naming a method, or a setting of it, that is not supported."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return None

@@ -173,10 +173,8 @@ def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    """Return the rope's type: `rope_type`, else `type`, its older name, else "default".
-
-    Raises ModelError if either is unknown, although transformers ignores `type` beside `rope_type`.
-    """
+    """Return the rope's type: `rope_type`, else `type`, its older name, else "default". Raises
+    ModelError if either is unknown, although transformers ignores `type` beside `rope_type`."""
     names = [parameters[key] for key in ("rope_type", "type") if key in parameters]
     kinds = ["longrope" if name == "su" else name for name in names]  # "su" is its former name
     for kind in kinds:

@@ -1,8 +1,7 @@
 """ModelSpec: all settings that shape a decoder, read from and written to Hugging Face configs.
 
 Used by the model (`causal_lm`, `decoder`, `layout`), by `rollout.models.checkpoints`, by
-`rollout.engine`, `rollout.worker.loading` and the announcement of `rollout.serve.control`.
-Immutable.
+`rollout.engine`, `rollout.worker.loading` and `rollout.serve.control.announcement`. Immutable.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The WeightTable of a model: its weights' slots by their names in saved directories, and the
-names that live modules give them. Used by CausalLM."""
+"""The WeightTable of a model: its weights' slots by the names that saved directories have, and the
+names that live modules (transformers models in memory) have. Used by CausalLM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """WeightTable: the weights of a model by name; `copy_weights` copies named tensors into them.
 
-`weight_names` makes the table for CausalLM. `rollout.weights` and the announcement of
-`rollout.serve.control` read it. `checkpoints.loading` calls `copy_weights`, which writes the
-model's weights.
+`rollout.models.weight_names` makes the table for CausalLM. The modules of `rollout.weights` and
+`rollout.serve.control.announcement` read it. `rollout.models.checkpoints.loading` calls
+`copy_weights`, which writes the model's weights.
 """
 
 from __future__ import annotations
@@ -69,9 +69,7 @@ class WeightTable:
 
     def parts(self, name: str) -> Mapping[str, Index]:
         """Return the weights that a tensor of this name holds: the index into the tensor by weight.
-
-        Raises KeyError for an unknown name.
-        """
+        Raises KeyError for an unknown name."""
         return {name: WHOLE} if name in self.slots else self.aliases[name].parts
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:

@@ -67,7 +67,6 @@ class LeadChannel:
         self, command: Callable[Concatenate[Any, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> Sent[_R]:
         """Send a command to all other ranks: each calls it with its own object and the arguments.
-
         Raises LockstepError if a rank has ended or does not read the command in time."""
         self.require()
         message = pickle.dumps((command, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
@@ -98,9 +97,8 @@ class LeadChannel:
         return ""
 
     def results(self, sent: Sent[_R], timeout_s: float | None = None) -> list[_R]:
-        """Wait for the results of a command; return them in the order of ranks.
-
-        Raises the first rank's error if the command failed on a rank, and as `answers` does."""
+        """Wait for the results of a command; return them in the order of ranks. Raises the first
+        rank's error if the command failed on a rank, and as `answers` does."""
         answers = self.answers(sent, timeout_s)
         raise_first(answers)
         return answers
@@ -159,18 +157,16 @@ class LeadChannel:
             raise LockstepError(*self._failure.args) from self._failure
 
     def fail(self, reason: str) -> LockstepError:
-        """Make later calls raise a LockstepError with this reason, and return it.
-
-        Only the first failure counts; it calls `on_failure`."""
+        """Make later calls raise a LockstepError with this reason, and return it. Only the first
+        failure counts; it calls `on_failure`."""
         if self._failure is None:
             self._failure = LockstepError(f"{reason}; create a new engine")
             self.on_failure(reason)
         return self._failure
 
     def end(self, error: BaseException) -> None:
-        """Send `error`, which the other ranks' `receive` raises instead of a command; then close.
-
-        A rank that may have received half of a command is not sent anything."""
+        """Send `error`, which the other ranks' `receive` raises instead of a command; then close. A
+        rank that may have received half of a command is not sent anything."""
         message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
             with suppress(TimeoutError, WireClosedError):
@@ -218,9 +214,8 @@ class FollowerChannel:
         return self._wire.has_message()
 
     def answer(self, value: Any) -> None:
-        """Answer the oldest unanswered command. An exception is sent as this rank's error.
-
-        Raises as `receive` does if rank 0 has ended."""
+        """Answer the oldest unanswered command. An exception is sent as this rank's error. Raises
+        as `receive` does if rank 0 has ended."""
         if isinstance(value, BaseException):
             encoded = encode_error(value)
             encoded["message"] = f"rank {self._rank}: {encoded['message']}"

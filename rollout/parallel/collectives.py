@@ -31,7 +31,7 @@ class Collectives(Protocol):
 
     All ranks call them in the same order and with the same shapes, each from one thread. A call
     returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`, and
-    LockstepError if a rank ends or does not call in time. GroupCollectives documents exceptions.
+    LockstepError if a rank ends or does not call in time. GroupCollectives differs as it says.
     """
 
     @property
@@ -63,10 +63,8 @@ class Collectives(Protocol):
         ...
 
     def reset(self) -> None:
-        """Allow calls again after an `abort`. Rank 0 resets first; no rank may be in a call.
-
-        Raises LockstepError if these collectives cannot be used again.
-        """
+        """Allow calls again after an `abort`. Rank 0 resets first; no rank may be in a call. Raises
+        LockstepError if these collectives cannot be used again."""
         ...
 
     def close(self) -> None:

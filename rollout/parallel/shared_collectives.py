@@ -79,9 +79,8 @@ class Semaphores:
 
 
 def shared_by_ranks(size: int) -> SharedMemory:
-    """Return new shared memory for `size` ranks, with all semaphores at 0.
-
-    Raises ConfigError if the system cannot provide it."""
+    """Return new shared memory for `size` ranks, with all semaphores at 0. Raises ConfigError if
+    the system cannot provide it."""
     parts = _parts_of(size)
     memory = SharedMemory(sum(parts))
     Semaphores(memory.bytes_N.split(parts)[1]).reset()
@@ -112,8 +111,7 @@ class SharedCollectives:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`memory_N` is the memory that `shared_by_ranks` made, the same for all ranks. `timeout_s`
-        is how long this rank waits for another. `check` is called while it waits, and may raise.
-        """
+        is how long this rank waits for another. `check` is called while it waits, and may raise."""
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         self.wait_seconds = 0.0
@@ -158,7 +156,6 @@ class SharedCollectives:
 
     def _exchange(self, part_N: Tensor) -> Tensor:
         """Write this rank's part and return the parts of all ranks, [R, N], a view of the slots.
-
         The view is valid until the second call after this one."""
         slots_PRN = self._typed.get(part_N.dtype)
         if slots_PRN is None:

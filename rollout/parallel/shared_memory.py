@@ -78,10 +78,8 @@ class MappedFile:
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Take a shared lock. It is held until every copy of the descriptor is closed.
-
-    Raises BlockingIOError if a writer holds the lock.
-    """
+    """Take a shared lock. It is held until every copy of the descriptor is closed. Raises
+    BlockingIOError if a writer holds the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
@@ -126,9 +124,8 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Map `num_bytes` zero bytes. Pages take memory when they are written to.
-
-        Raises ConfigError if the system has no memfd_create or no memory."""
+        """Map `num_bytes` zero bytes. Pages take memory when they are written to. Raises
+        ConfigError if the system has no memfd_create or no memory."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
                 "tensor_parallel_size above 1 on a CPU needs Linux (memfd_create); use 1"
@@ -200,9 +197,8 @@ class SharedTensors(dict[str, Tensor]):
     """
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open and map the TensorFile at `address`, which its process has not closed.
-
-        Raises WeightUpdateError if it cannot be opened or is being written."""
+        """Open and map the TensorFile at `address`, which its process has not closed. Raises
+        WeightUpdateError if it cannot be opened or is being written."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
             num_bytes = max((place.end for place in places.values()), default=0)
@@ -242,9 +238,7 @@ class SharedTensors(dict[str, Tensor]):
 
 class TensorFile:
     """Writes tensors to an anonymous file, each at a multiple of 64 bytes, and records `places`.
-
-    After `cut` and until `close`, other processes can open the file by `address`.
-    """
+    After `cut` and until `close`, other processes can open the file by `address`."""
 
     def __init__(self, name: str, flags: int = 0) -> None:
         """Create the file. `flags` are flags of memfd_create in addition to MFD_CLOEXEC.
@@ -268,9 +262,8 @@ class TensorFile:
         self.places, self.num_bytes = {}, first
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Return memory with the dtype and shape of `values`, and record its place.
-
-        The caller writes the values. Raises OSError as `bytes_at` does."""
+        """Return memory with the dtype and shape of `values`, and record its place. The caller
+        writes the values. Raises OSError as `bytes_at` does."""
         start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         place = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
         bytes_N = self.bytes_at(start, place.end - start)
@@ -293,10 +286,8 @@ class TensorFile:
 
 
 def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy named tensors from any device to a new TensorFile, and return views of it.
-
-    Raises ConfigError if the system has no shared memory, and OSError if there is no memory.
-    """
+    """Copy named tensors from any device to a new TensorFile, and return views of it. Raises
+    ConfigError if the system has no shared memory, and OSError if there is no memory."""
     file = TensorFile("rollout-staging")
     try:
         for name, tensor in tensors:

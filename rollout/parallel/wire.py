@@ -115,9 +115,8 @@ class SocketWire:
         socket.send_fds(self._socket, [b"\0"], [passed.fileno()])
 
     def receive_socket(self, timeout_s: float) -> socket.socket:
-        """Return the socket that the other end sends with `send_socket`.
-
-        Raises WireClosedError if the other end is closed or sends none within `timeout_s`."""
+        """Return the socket that the other end sends with `send_socket`. Raises WireClosedError if
+        the other end is closed or sends none within `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
@@ -154,7 +153,6 @@ class RankListener:
 
     def wires(self, size: int, timeout_s: float) -> list[SocketWire]:
         """Wait until ranks 1 to `size` - 1 have connected, and return their wires in rank order.
-
         Raises LockstepError naming the ranks that do not connect within `timeout_s`."""
         wires: dict[int, SocketWire] = {}
         deadline = time.monotonic() + timeout_s
@@ -181,9 +179,8 @@ class RankListener:
 
 
 def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
-    """Return a wire that connects `rank` to the RankListener at `address`.
-
-    Raises ConfigError if it cannot connect, or if another user listens there."""
+    """Return a wire that connects `rank` to the RankListener at `address`. Raises ConfigError if it
+    cannot connect, or if another user listens there."""
     connecting = socket.socket(socket.AF_UNIX)
     try:
         connecting.settimeout(timeout_s)

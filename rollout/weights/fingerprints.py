@@ -68,9 +68,7 @@ class WeightShare:
 
 def sum_of(shares: Sequence[WeightShare]) -> WeightShare:
     """Return the fingerprints of an update: the sums of all ranks' shares, given in rank order.
-
-    Raises WeightUpdateError if the ranks have staged tensors of different names.
-    """
+    Raises WeightUpdateError if the ranks have staged tensors of different names."""
     first, *others = shares
     if not others:
         return first
@@ -175,10 +173,8 @@ def read_source(
 def kept_parts(
     source: Mapping[str, Tensor], table: WeightTable, memory: StagingMemory
 ) -> dict[Origin, Tensor]:
-    """Return the part of each weight that this rank keeps, from whole tensors.
-
-    A part that is one range of the weight is a view; any other part is copied to `memory`.
-    """
+    """Return the part of each weight that this rank keeps, from whole tensors. A part that is one
+    range of the weight is a view; any other part is copied to `memory`."""
     kept: dict[Origin, Tensor] = {}
     for origin, values in parts_by_origin(source, table).items():
         slot = table.slots[origin.weight]
@@ -212,9 +208,8 @@ def hashed_parts(
 def hashed_wholes(
     tensors: Mapping[str, Tensor], hasher: PartHasher, check: Callable[[], None]
 ) -> dict[str, Fingerprint]:
-    """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes.
-
-    `check` is called before each tensor, and may raise."""
+    """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes. `check`
+    is called before each tensor, and may raise."""
     queued: dict[str, Tensor] = {}
     with blaming() as blame:
         for index, name in enumerate(sorted(tensors)):

@@ -64,9 +64,8 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPair:
-    """A, B and scale of one adapted layer: its weight becomes base + scale * (B @ A).
-
-    `names` are the adapter's names of A and B."""
+    """A, B and scale of one adapted layer: its weight becomes base + scale * (B @ A). `names` are
+    the adapter's names of A and B."""
 
     names: tuple[str, str]
     a_RK: Tensor
@@ -259,9 +258,8 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
 
 
 def _by_module(patterns: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Return values by module name, from a config's `rank_pattern` or `alpha_pattern`.
-
-    A module gets the value of the first pattern that matches the end of its name, or none."""
+    """Return values by module name, from a config's `rank_pattern` or `alpha_pattern`. A module
+    gets the value of the first pattern that matches the end of its name, or none."""
     found: dict[str, Any] = {}
     for module in modules:
         for pattern, value in patterns.items():

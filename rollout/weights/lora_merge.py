@@ -50,11 +50,8 @@ def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
-    """Raise WeightUpdateError unless an adapter fits `model`.
-
-    Each adapted module must be a linear layer of the model, with a weight that is not tied, and
-    with the sizes of A and B.
-    """
+    """Raise WeightUpdateError unless an adapter fits `model`. Each adapted module must be a linear
+    layer of the model, with a weight that is not tied, and with the sizes of A and B."""
     slots, linear = model.weight_slots(), model.linear_modules()
     num_users = Counter(slot.address for slot in slots.values())
     for module, pair in pairs.items():
@@ -140,10 +137,8 @@ def adapt_given(
 
 
 class Merger:
-    """Merges A and B into weights, one layer after the other, with one buffer for the products.
-
-    New memory for each product would cost a page fault per 4 KiB, more than the sums.
-    """
+    """Merges A and B into weights, one layer after the other, with one buffer for the products. New
+    memory for each product would cost a page fault per 4 KiB, more than the sums."""
 
     def __init__(self, pairs: Iterable[LoraPair]) -> None:
         sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
@@ -152,9 +147,7 @@ class Merger:
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
         """Return base + scale * (B @ A), summed in float32 on the host, in the base's dtype.
-
-        `base_NK` and the result are [N, K], or the part of it that `cut` keeps; None means all.
-        """
+        `base_NK` and the result are [N, K], or the part of it that `cut` keeps; None means all."""
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)
         # One product for the whole layer: products of parts might sum in another order.

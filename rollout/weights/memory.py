@@ -34,14 +34,11 @@ _ALIGNMENT = 64  # bytes between possible starts of tensors: a cache line, good 
 
 class WeightMemory:
     """One buffer of backend memory that holds all parameters, and can be released and restored.
-
-    `is_resident` is False while it is released. Persistent buffers are not in it and stay.
-    """
+    `is_resident` is False while it is released. Persistent buffers are not in it and stay."""
 
     def __init__(self, model: CausalLM, backend: Backend, *, keeps_values: bool) -> None:
-        """Allocate the buffer and move the parameters into it, before any weight is packed.
-
-        Without `keeps_values` their values are undefined afterwards."""
+        """Allocate the buffer and move the parameters into it, before any weight is packed. Without
+        `keeps_values` their values are undefined afterwards."""
         self._model, self._memory = model, backend.memory
         self._arena = backend.create_host_arena()
         self._ranges = dict(_layout(model))
@@ -84,9 +81,7 @@ class WeightMemory:
 
     def release(self, *, keeps_values: bool) -> int:
         """Release the buffer and all packed copies; first copy it to the host if `keeps_values`.
-
-        Returns the number of bytes released from the buffer; 0 if it was released before.
-        """
+        Returns the number of bytes released from the buffer; 0 if it was released before."""
         if not self.is_resident:
             return 0
         if keeps_values:
@@ -101,9 +96,7 @@ class WeightMemory:
 
     def restore(self) -> int:
         """Allocate the buffer again, copy the values back if they were kept, and pack weights.
-
-        Returns the number of bytes copied back; 0 if the buffer is resident.
-        """
+        Returns the number of bytes copied back; 0 if the buffer is resident."""
         if self.is_resident:
             return 0
         buffer = self._memory.restore(_BUFFER)
@@ -116,11 +109,8 @@ class WeightMemory:
         return num_copied
 
     def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
-        """Make each parameter a view of its range of the buffer.
-
-        With `keeps_values` its values are copied there, and its old memory is freed before the next
-        parameter is moved.
-        """
+        """Make each parameter a view of its range of the buffer. With `keeps_values` its values are
+        copied there, and its old memory is freed before the next parameter is moved."""
         for name, parameter in self._model.named_parameters():
             start, end = self._ranges[name]
             view = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
@@ -239,10 +229,8 @@ class StagingArena:
         return {_storage(tensor) for tensor in self._tensors.values()}
 
     def _may_become_weight(self, name: str, tensor: Tensor) -> bool:
-        """Return whether the model has a weight or alias `name` and `tensor` is floating.
-
-        Tensors of other dtypes are refused later.
-        """
+        """Return whether the model has a weight or alias `name` and `tensor` is floating. Tensors
+        of other dtypes are refused later."""
         is_known = name in self._table.slots or name in self._table.aliases
         return is_known and not self._table.is_passed_over(name) and tensor.is_floating_point()
 
@@ -261,9 +249,7 @@ class StagingArena:
 
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
     """Copy `source` to `target`, which has its shape, in ranges of rows of about `num_bytes` bytes.
-
-    So torch's temporary copies, for a cast or a source that is not contiguous, are small.
-    """
+    So torch's temporary copies, for a cast or a source that is not contiguous, are small."""
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)
     for to_rows, from_rows in zip(target.split(num_rows), source.split(num_rows), strict=True):

@@ -148,9 +148,7 @@ class ServedWeights:
 
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
         """Return this rank's part of the fingerprints of the weights `names`, or of all weights.
-
-        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does.
-        """
+        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         wanted = self._model.weight_slots() if names is None else names
@@ -159,11 +157,8 @@ class ServedWeights:
     def _hashed_served(
         self, names: Iterable[str], check: Callable[[], None] = lambda: None
     ) -> dict[Origin, Fingerprint]:
-        """Return this rank's part of the fingerprints of served weights.
-
-        Weights are read one at a time, because a slot may return a copy. `check` is called before
-        each, and may raise.
-        """
+        """Return this rank's part of the fingerprints of served weights. Weights are read one at a
+        time, because a slot may return a copy. `check` is called before each, and may raise."""
         queued: dict[Origin, Tensor] = {}
         for name in names:
             check()
@@ -308,10 +303,10 @@ class ServedWeights:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
         Returns the size in bytes of the weights written. After an error the commit is rolled back,
-        to the old weights or to missing values. Raises WeightUpdateError, also for a version that is
-        not above the present one and for an update that cannot be committed any more. Raises
-        EngineStateError while the memory is released, and for an adapter while the values are
-        missing.
+        to the old weights or to missing values. Raises WeightUpdateError for a version that is not
+        above the present one, for an update that cannot be committed any more, and if writing
+        fails. Raises EngineStateError while the memory is released, and for an adapter while the
+        values are missing.
         """
         self.require_resident("commit an update")
         new_version = next_version(self.version, version)
@@ -357,8 +352,7 @@ class ServedWeights:
     @torch.no_grad()
     def roll_back(self, staged: StagedWeights) -> None:
         """Undo `commit(staged)`, because another rank has failed. No update may have been written
-        since. `staged` can be committed again.
-        """
+        since. `staged` can be committed again."""
         replaced = staged.replaced
         assert replaced is not None, "rollback of an update that was not committed"
         assert self._num_writes == replaced.num_writes, "another update was written since"
@@ -492,8 +486,6 @@ class ServedWeights:
         return self._memory.release(keeps_values=self.has_values)
 
     def restore(self) -> int:
-        """Allocate the memory again and copy the values back if they were kept.
-
-        Returns the number of bytes copied back; 0 if it is resident.
-        """
+        """Allocate the memory again and copy the values back if they were kept. Returns the number
+        of bytes copied back; 0 if it is resident."""
         return self._memory.restore()

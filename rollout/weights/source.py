@@ -40,8 +40,7 @@ def pack_manifest(entries: Mapping[str, TensorEntry]) -> bytes:
 
 
 class LoraTerms(WireData, frozen=True, kw_only=True):
-    """Settings of a LoraAdapter whose A and B are the tensors of a source; its fields without
-    tensors."""
+    """Settings of a LoraAdapter, without its tensors A and B, which the source's tensors are."""
 
     rank: Count
     alpha: Alpha
@@ -76,7 +75,7 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be served without an earlier source: it is neither adapter nor change."""
+        """Whether engines need no earlier source: it is neither an adapter nor a later delta."""
         return self.lora is None and not self.builds_on
 
     def entries(self) -> Mapping[str, TensorEntry]:

@@ -23,14 +23,12 @@ from rollout.weights.update import blaming
 
 
 class Replacement(Protocol):
-    """Replaces the values of weights, and can roll back even if it has replaced only some.
-
-    Called under torch.no_grad().
-    """
+    """Replaces the values of weights, and can roll back even if it has replaced only some. Called
+    under torch.no_grad()."""
 
     def reserve(self, num_writes: int) -> None:
-        """Allocate what `roll_back` needs. `num_writes` identifies the weights served now: it is
-        the number of the write that made them."""
+        """Allocate what `roll_back` needs. `num_writes` is the number of the committed update that
+        is served now."""
         ...
 
     def replace(self) -> None:
@@ -46,17 +44,17 @@ class Replacement(Protocol):
 class StagedWeights:
     """A staged update, which can be committed until it is spent. ServedWeights changes it.
 
-    `replacement`: writes the new values of weights that are not repacked. `packed`: what each
-    linear layer staged; [] with `fills_missing`. `num_writes`: number of the write that served when
-    this update was staged. `num_bytes`: size of the weights that it writes; an adapter writes only
-    some. `bases`: adapted weights without their adapter, by name. `follows_served`: whether it is
-    an adapter on the weights that served then. `fills_missing`: whether the weights' values were
-    missing then, so that it has no backup. `share`: this rank's part of the fingerprints.
-    `checksum`: checksum of all weights; "" until `verify` under tensor parallelism. `is_finite`:
-    whether all weights are finite. `is_spent`: whether it was committed and not rolled back.
-    `replaced`: the state before its commit; None before and after a rollback. `elsewhere`: handle
-    of the other ranks' staged parts, which they drop when it is freed; set by the
-    TensorParallelExecutor. `started_at`: start of staging by time.perf_counter(). `seconds`:
+    `replacement`: writes the new values of weights that are not repacked. `packed`: the result of
+    `Linear.stage` for each layer; [] with `fills_missing`. `num_writes`: number of the committed
+    update that was served when staging began. `num_bytes`: size of the weights that it writes; an
+    adapter writes only some. `bases`: adapted weights without their adapter, by name.
+    `follows_served`: whether it is an adapter on the weights that served then. `fills_missing`:
+    whether the weights' values were missing then, so that it has no backup. `share`: this rank's
+    part of the fingerprints. `checksum`: checksum of all weights; "" until `verify` under tensor
+    parallelism. `is_finite`: whether all weights are finite. `is_spent`: whether it was committed
+    and not rolled back. `replaced`: the state before its commit; None unless it is committed.
+    `elsewhere`: handle of the other ranks' staged parts, which they drop when it is freed; set by
+    the TensorParallelExecutor. `started_at`: start of staging by time.perf_counter(). `seconds`:
     duration of staging.
     """
 
@@ -79,8 +77,8 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """The state before a commit, for its rollback. The commit was write number `num_writes`, and
-    write `num_writes_before` served before it."""
+    """The state before a commit, for its rollback. `num_writes` is the commit's number, and
+    `num_writes_before` is the number of the update that was served before."""
 
     num_writes: int
     num_writes_before: int
@@ -95,7 +93,7 @@ class PackedCopies:
     """The linear layers' packed copies from before a commit, kept for its rollback.
 
     `staged` are the copies that replace them. A repacked weight swaps its values with its staged
-    copy, which so has the old values.
+    copy, which then has the old values.
     """
 
     def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
@@ -115,10 +113,8 @@ class PackedCopies:
 
 
 class WeightBackup:
-    """A copy of the present weights of a model on the CPU.
-
-    Weights with a packed copy are left out: they can be restored from that copy.
-    """
+    """A copy of the present weights of a model on the CPU. Weights with a packed copy are left out:
+    they can be restored from that copy."""
 
     @torch.no_grad()
     def __init__(self, model: CausalLM) -> None:
@@ -161,11 +157,8 @@ class HostBackup:
 
 
 class BackupKeeper:
-    """Makes the backups of one model's weights.
-
-    Several staged updates of a device's weights share one backup, because the host may lack memory
-    for several copies.
-    """
+    """Makes the backups of one model's weights. Several staged updates of a device's weights share
+    one backup, because the host may lack memory for several copies."""
 
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena | None) -> None:
         """`arenas` is host memory for a device's weights; None for a model on the CPU."""
@@ -174,7 +167,7 @@ class BackupKeeper:
         self._latest: Callable[[], HostBackup | None] = lambda: None
 
     def backup(self, num_writes: int) -> WeightBackup | HostBackup:
-        """Return a backup of the present weights, which write number `num_writes` made."""
+        """Return a backup of the present weights, which update number `num_writes` wrote."""
         if self._arenas is None:
             return WeightBackup(self._model)
         latest = self._latest()
@@ -185,10 +178,8 @@ class BackupKeeper:
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and rolls back from a backup.
-
-    If the old values are missing, there is no backup, and a rollback leaves them missing.
-    """
+    """Implements `Replacement`: copies tensors in place, and rolls back from a backup. If the old
+    values are missing, there is no backup, and a rollback leaves them missing."""
 
     def __init__(
         self,
@@ -269,8 +260,7 @@ class Exchange:
         device: torch.device,
     ) -> None:
         """`values` has the new values by weight name, in the weights' dtypes. They are in `arena`,
-        and are overwritten. Half of the bucket on `device` has `chunk_bytes` bytes, or one row.
-        """
+        and are overwritten. Half of the bucket on `device` has `chunk_bytes` bytes, or one row."""
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
         self._device = device
         self._arena = arena  # keeps it alive, so that no other update acquires its memory

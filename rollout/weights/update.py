@@ -1,9 +1,9 @@
 """Weight updates: NamedTensors, the types in which a trainer gives weights, and their checks.
 
 Used by ServedWeights and the other modules of `rollout.weights`, by the weight transports, and by
-`trainer_hooks.weight_sync`. All interfaces that take an update (`rollout.apis`, `rollout.engine`,
-`rollout.worker`, `rollout.tensor_parallel`, `rollout.serve`) import NamedTensors from here. Reads
-and copies tensors, and changes none.
+`trainer_hooks.weight_sync`. All interfaces that take an update import NamedTensors from here: in
+`rollout.apis`, `rollout.engine`, `rollout.worker`, `rollout.tensor_parallel`, `rollout.serve` and
+`rollout.coordinator.agent`. Reads and copies tensors, and changes none.
 """
 
 from __future__ import annotations
@@ -96,10 +96,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         return next(self._pairs)
 
     def drain(self) -> None:
-        """Read and drop the rest of the stream. An error while reading ends it and is logged.
-
-        Does nothing at the end of the stream.
-        """
+        """Read and drop the rest of the stream. An error while reading ends it and is logged. Does
+        nothing at the end of the stream."""
         try:
             for _ in self._pairs:
                 pass
@@ -111,10 +109,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
 
 class StagingMemory(Protocol):
-    """Host memory for tensors of an update that would not stay valid until its commit.
-
-    `own_hashes` has the hashes, by name, of tensors that `keep` has cast, from before the cast.
-    """
+    """Host memory for tensors of an update that would not stay valid until its commit. `own_hashes`
+    has the hashes, by name, of tensors that `keep` has cast, from before the cast."""
 
     @property
     def own_hashes(self) -> Mapping[str, Tensor]: ...
@@ -149,10 +145,8 @@ HOST_COPIES = HostCopies()
 
 
 def lasting(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor from an iterator, which may reuse the tensor's memory.
-
-    A parameter, which stays valid, and a tensor that cannot be read are returned themselves.
-    """
+    """Return a copy of a tensor from an iterator, which may reuse the tensor's memory. A parameter,
+    which stays valid, and a tensor that cannot be read are returned themselves."""
     return tensor if _lasts(tensor) else tensor.detach().clone()
 
 
@@ -372,10 +366,8 @@ def check_finite(
 
 
 def origins_of(table: WeightTable, origins: Iterable[Origin]) -> dict[str, Origin]:
-    """Return for each of the model's weights the first of `origins` that gives its values.
-
-    Tied weights have the same origin.
-    """
+    """Return for each of the model's weights the first of `origins` that gives its values. Tied
+    weights have the same origin."""
     addresses = table.addresses()
     chosen: dict[int, Origin] = {}
     for origin in origins:

@@ -31,7 +31,6 @@ _MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 class _Entry(NamedTuple):
     """A tensor to yield under `name`: the checkpoint's tensors `source` and `scales` of it.
-
     `scales` is None for a tensor that is not quantised."""
 
     name: str
@@ -118,9 +117,8 @@ def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
 def _dequantize_fp8(
     name: str, values_XNK: Tensor, scales_XPQ: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return each value times the scale of its block, [..., N, K] in `dtype`.
-
-    Blocks at the ends may be smaller. Raises ModelError if dtypes or shapes do not fit."""
+    """Return each value times the scale of its block, [..., N, K] in `dtype`. Blocks at the ends
+    may be smaller. Raises ModelError if dtypes or shapes do not fit."""
     if values_XNK.dtype != torch.float8_e4m3fn:
         raise ModelError(
             f"{name!r} has scales, but its dtype is {values_XNK.dtype}, not {torch.float8_e4m3fn}"

@@ -82,7 +82,8 @@ def open_model(
 def spec_of(
     source: str | Path | nn.Module | ModelSpec, dtype: torch.dtype | str = "auto"
 ) -> ModelSpec:
-    """Return the spec of the model that `build_model` would return; raises its ModelErrors."""
+    """Return the spec of the model that `build_model` would return. Raises ModelError for a source
+    that has none."""
     if isinstance(source, ModelSpec):
         return _with_dtype(source, dtype)
     return _contents_of(source, dtype)[0]

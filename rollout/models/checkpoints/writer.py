@@ -115,10 +115,8 @@ class CheckpointWriter:
         self._end_file(is_whole=exception[0] is None)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous CPU tensor.
-
-        Raises OSError, and WeightUpdateError for a dtype that safetensors files cannot store.
-        """
+        """Append a contiguous CPU tensor. Raises OSError, and WeightUpdateError for a dtype that
+        safetensors files cannot store."""
         file, start = self._begin(name, values)
         bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
         file.write_at(start, memoryview(bytes_N))

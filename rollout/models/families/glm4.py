@@ -1,4 +1,4 @@
-"""Family of GLM-4 0414, listed in `registry`: norms before and after each mixer, interleaved RoPE
+"""GLM4, the Family of GLM-4 0414 in `registry`: norms before and after each mixer, interleaved RoPE
 on half of each head."""
 
 from rollout.models.family import QKV_BIAS, BranchNames, Family

@@ -1,5 +1,5 @@
-"""Family of GPT-OSS, listed in `registry`: attention sinks, windows on every other layer, biases
-in attention and experts, a clamped activation, router weights from a softmax over the chosen
+"""GPT_OSS, the Family of GPT-OSS in `registry`: attention sinks, windows on every other layer,
+biases in attention and experts, a clamped activation, router weights from a softmax over the chosen
 experts."""
 
 from rollout.layers.experts import MoeNames

@@ -1,4 +1,4 @@
-"""Family of Mistral 7B, Nemo and Small, listed in `registry`: a window on every layer, if the
+"""MISTRAL, the Family of Mistral 7B, Nemo and Small in `registry`: a window on every layer, if the
 config has one."""
 
 from rollout.models.family import Family

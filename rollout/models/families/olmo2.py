@@ -1,4 +1,4 @@
-"""Family of OLMo 2, listed in `registry`: norms only after the mixers; query and key normed over
+"""OLMO2, the Family of OLMo 2 in `registry`: norms only after the mixers; query and key normed over
 all heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family

@@ -1,4 +1,4 @@
-"""Family of OLMoE, listed in `registry`: experts in every layer; query and key normed over all
+"""OLMOE, the Family of OLMoE in `registry`: experts in every layer; query and key normed over all
 heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture

@@ -1,4 +1,4 @@
-"""Family of Qwen2 and Qwen2.5 (dense), listed in `registry`: query, key and value always have a
+"""QWEN2, the Family of Qwen2 and Qwen2.5 (dense) in `registry`: query, key and value always have a
 bias. `qwen3` and `qwen2_moe` import QWEN_WINDOWS."""
 
 from rollout.models.family import Family

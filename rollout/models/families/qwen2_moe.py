@@ -1,5 +1,5 @@
-"""Family of Qwen1.5-MoE and Qwen2-MoE, listed in `registry`: a shared expert with its own gate,
-besides the chosen experts."""
+"""QWEN2_MOE, the Family of Qwen1.5-MoE and Qwen2-MoE in `registry`: a shared expert with its own
+gate, besides the chosen experts."""
 
 from collections.abc import Mapping
 from typing import Any

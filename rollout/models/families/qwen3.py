@@ -1,4 +1,4 @@
-"""Family of Qwen3 (dense), listed in `registry`: query and key heads are normed; `head_dim` is
+"""QWEN3, the Family of Qwen3 (dense) in `registry`: query and key heads are normed; `head_dim` is
 independent of the hidden size."""
 
 from rollout.models.families.qwen2 import QWEN_WINDOWS

@@ -49,9 +49,8 @@ FAMILIES = MappingProxyType(
 
 
 def find_family(model_type: object) -> Family:
-    """Return the family of a config's `model_type`.
-
-    Raises ModelError, which lists the supported families, for any other value."""
+    """Return the family of a config's `model_type`. Raises ModelError, which lists the supported
+    families, for any other value."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(sorted(FAMILIES))

@@ -1,4 +1,4 @@
-"""Family of Seed-OSS, listed in `registry`: `attention_bias` is for query, key and value,
+"""SEED_OSS, the Family of Seed-OSS in `registry`: `attention_bias` is for query, key and value,
 `attention_out_bias` for the output."""
 
 from rollout.models.family import MLP_BIAS, QKV_BIAS, Family, Key

@@ -53,9 +53,7 @@ class WeightTransport(Protocol):
 
     def commit(self) -> None:
         """Make the published weights the committed ones, and release weights that nobody needs.
-
-        No-op if nothing is published.
-        """
+        No-op if nothing is published."""
         ...
 
     def roll_back(self) -> None:
@@ -87,7 +85,7 @@ class KeptTransport(Generic[P]):
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
-        """`release` is called once for each published weights that are no longer needed."""
+        """`release` is called once with the weights of each push that are no longer needed."""
         self._release = release
         self._committed: P | None = None
         self._below: list[P] = []  # the weights on which the committed ones build

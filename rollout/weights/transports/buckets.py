@@ -213,10 +213,8 @@ class BucketPath(Protocol):
         ...
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Send the filled buffer, and return when it may be filled again.
-
-        `key` is the bucket's key in the store. `check` may be called meanwhile, and may raise.
-        """
+        """Send the filled buffer, and return when it may be filled again. `key` is the bucket's key
+        in the store. `check` may be called meanwhile, and may raise."""
         ...
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
@@ -274,10 +272,8 @@ class Broadcasts:
 
 
 class SharedBucket:
-    """`BucketPath` through the sender's buffer, which all members map.
-
-    Members count in the store how many of them have copied a bucket.
-    """
+    """`BucketPath` through the sender's buffer, which all members map. Members count in the store
+    how many of them have copied a bucket."""
 
     def __init__(self, store: Any, place: str, num_bytes: int, num_members: int) -> None:
         """Create the sender's end, with a buffer at `place`: HOST or DEVICE."""

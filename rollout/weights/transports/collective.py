@@ -44,11 +44,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Push:
-    """A push of the sender.
-
-    number: number of this push of the transport, from 1. num_announced: buckets announced so far.
-    is_rolled_back: whether `roll_back` was called.
-    """
+    """A push of the sender. number: number of this push of the transport, from 1. num_announced:
+    buckets announced so far. is_rolled_back: whether `roll_back` was called."""
 
     number: int
     id: str
@@ -100,10 +97,8 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
-    """Wait until `key` is in the store, and return its value.
-
-    `check` is called meanwhile, and may raise. Raises RuntimeError if the store is closed.
-    """
+    """Wait until `key` is in the store, and return its value. `check` is called meanwhile, and may
+    raise. Raises RuntimeError if the store is closed."""
     pause_s, longest_s = _POLL_S
     while not store.check([key]):
         check()
@@ -319,10 +314,8 @@ class CollectiveTransport:
             _logger.warning("the end of a push cannot be sent to the engines: %s", error)
 
     def _remove_keys(self, push: _Push | None) -> None:
-        """Remove the keys of an earlier push from the store; no-op for None.
-
-        An engine that was disconnected may still wait for that push. It sees the end in OVER.
-        """
+        """Remove the keys of an earlier push from the store; no-op for None. An engine that was
+        disconnected may still wait for that push. It sees the end in OVER."""
         if push is None:
             return
         put(self._store, OVER, push.number)
@@ -352,10 +345,7 @@ class CudaIpcTransport(CollectiveTransport):
         reject_non_finite: bool = True,
     ) -> None:
         """place: "cuda" or "host". stall_timeout_s: how long the engines may take to read one
-        bucket.
-
-        Raises ConfigError for an unknown place or an invalid `bucket_bytes`.
-        """
+        bucket. Raises ConfigError for an unknown place or an invalid `bucket_bytes`."""
         require_place(place)
         super().__init__(
             backend=place,
@@ -445,7 +435,6 @@ class CollectiveReceiver:
 
     def _joined(self, plan: GroupPlan) -> BucketPath:
         """Return this engine's end of the path in the plan's group. Join the group if needed.
-
         Raises WeightUpdateError if the plan does not list this engine."""
         if self._path is not None and self._group == plan.group:
             return self._path

@@ -73,9 +73,7 @@ class DeltaTransport:
         reject_non_finite: bool = True,
     ) -> None:
         """whole_every: number of links of a chain. The push after a refused one is whole, too.
-
-        Raises ConfigError if `whole_every` is below 1.
-        """
+        Raises ConfigError if `whole_every` is below 1."""
         if whole_every < 1:
             raise ConfigError(f"whole_every={whole_every} must be 1 or more; 16 is usual")
         self._carrier, self._whole_every = carrier, whole_every
@@ -99,10 +97,7 @@ class DeltaTransport:
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
         """Publish the elements that have changed since the push before, or all tensors of an
-        adapter.
-
-        Raises WeightUpdateError as the carrier does.
-        """
+        adapter. Raises WeightUpdateError as the carrier does."""
         self.roll_back()
         if isinstance(named_tensors, LoraAdapter):
             return self._carrier.publish(named_tensors)

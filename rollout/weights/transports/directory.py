@@ -155,10 +155,8 @@ class DirectoryTransport(KeptTransport[_Push]):
 
 
 def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
-    """Return the tensors of `source`, on the CPU, as views of its mapped files.
-
-    Raises WeightUpdateError if the files are gone or invalid, or belong to another push.
-    """
+    """Return the tensors of `source`, on the CPU, as views of its mapped files. Raises
+    WeightUpdateError if the files are gone or invalid, or belong to another push."""
     directory = Path(source.address)
     try:
         if not directory.is_absolute():

@@ -121,10 +121,8 @@ def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
 
 
 def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
-    """Return the settings of an adapter; None for weights.
-
-    Raises WeightUpdateError for an adapter with a base, and for one with invalid tensors.
-    """
+    """Return the settings of an adapter; None for weights. Raises WeightUpdateError for an adapter
+    with a base, and for one with invalid tensors."""
     if not isinstance(named_tensors, LoraAdapter):
         return None
     adapter = named_tensors

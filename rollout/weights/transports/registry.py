@@ -85,9 +85,7 @@ class WeightFetcher:
 
     def __call__(self, source: WeightsSource) -> NamedTensors:
         """Return the tensors of `source`, or its adapter. They do not change before the next call.
-
-        Raises WeightUpdateError if they cannot be fetched, or are not what the source announces.
-        """
+        Raises WeightUpdateError if they cannot be fetched, or are not what the source announces."""
         tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)
         if source.lora is None:
             return tensors

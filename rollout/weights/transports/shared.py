@@ -57,10 +57,8 @@ class SharedTransport(KeptTransport[_Segment]):
         super().__init__(lambda segment: self._keep_spare(segment.file))
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Copy tensors from any device to shared memory, and return their source.
-
-        Raises WeightUpdateError as WeightTransport says, and on systems other than Linux.
-        """
+        """Copy tensors from any device to shared memory, and return their source. Raises
+        WeightUpdateError as WeightTransport says, and on systems other than Linux."""
         self.roll_back()
         lora = terms_of(named_tensors)
         push_id = uuid.uuid4().hex
@@ -114,7 +112,6 @@ class SharedTransport(KeptTransport[_Segment]):
 
     def _keep_spare(self, released: TensorFile) -> None:
         """Keep a released file as the spare, and close the spare before, which a reader may lock.
-
         Without memory reuse the released file is closed."""
         _write_id(released, "")  # new readers must not begin to read it
         old: TensorFile | None = released
