@@ -1,9 +1,9 @@
 """Plain tensors from a trainer's weights: gathers sharded tensors, refuses unreadable ones.
 
 Compiled code gets the addresses of tensors and cannot see that a tensor has no values of its own.
-So a trainer's tensors pass through here first. Used by `rollout.models.weights`, by
-`checkpoints.loading`, by `rollout.weights` (updates, LoRA), and by the update and weight-sync
-modules of `trainer_hooks`.
+So a trainer's tensors pass through here first. Used by `rollout.models.weights` and
+`rollout.models.checkpoints.loading`, by `rollout.weights` for updates and adapters, and by the
+modules of `trainer_hooks.update` and `trainer_hooks.weight_sync`.
 """
 
 from __future__ import annotations

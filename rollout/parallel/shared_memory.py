@@ -3,8 +3,8 @@
 MappedFile writes a file through memory, and functions lock a file for readers or a writer. Both
 serve ReusableFile (`rollout.models.checkpoints.writer`) and the shared weight transport.
 SharedMemory is memory that all ranks of an engine write to; `rollout.backends.process_groups` makes
-it. TensorFile writes tensors to an anonymous file, and SharedTensors reads them: for the shared
-weight transport and for updates of tensor-parallel ranks.
+it for SharedCollectives. TensorFile writes tensors to an anonymous file, and SharedTensors reads
+them: for the shared weight transport and for updates of tensor-parallel ranks.
 """
 
 from __future__ import annotations
