@@ -3,9 +3,9 @@
 Engine and StepPipeline are written against them. Engine itself has what all implementations share:
 requests and their records, states, the order of calls in a weight update, counters. The
 implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline, WorkerExecutor (with
-TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` connects them. Another
-model runner would replace the executor and the suspension. An engine with a scheduler of its own,
-such as vLLM, would replace all four.
+TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` connects
+them. Another model runner replaces the executor and the suspension. An engine with another
+scheduler, such as vLLM, replaces all four.
 
 All methods are called from the thread that steps, except where they say otherwise. Rules of all
 implementations, which tests/contracts/test_engine_parts.py checks:
