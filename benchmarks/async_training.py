@@ -10,8 +10,6 @@ the other. Writes a Markdown page and a JSON file.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import subprocess
 import sys
 import tempfile
@@ -25,13 +23,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import at_least_one, dated, publish, results_parser, table_row
 from trainer_hooks.metrics import read_jsonl
 
-ROOT = Path(__file__).parents[1]
 KINDS = {"by turns": "synchronous", "asynchronous": "asynchronous"}
 # Of both kinds. At the demo's 4e-4 after 5 steps both overshoot in the first 20 steps, and with
 # rollouts that are a version older it takes longer to recover from it: -0.075 at the end.
@@ -129,7 +124,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"Rewards: means over the first and the last {WINDOW_STEPS} steps, as sampled; greedy: on "
         "held-out problems at the end. Times: medians over steps; shares of the trainer's: means.",
         "",
-        f"| {' | '.join(heads)} |",
+        table_row(heads),
         f"|{'---|' * len(heads)}",
     ]
     for run in results["runs"]:
@@ -138,7 +133,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         cells += [f"{run['step_s']:.2f}", f"{run['engine_idle_share']:.0%}"]
         cells += [f"{run['max_staleness']:.0f}", f"{run['share_sum_error']:.0e}"]
         cells += [f"{run['shares'][name]:.0%}" for name in SHARES]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     low, high = summary["bootstrap_90"]
     return "\n".join(
         [
@@ -168,13 +163,10 @@ def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run all, print and write. Returns what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("overrides", nargs="*", help="of the demo")
+    parser = results_parser(__doc__)
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument("overrides", nargs="*", help="settings of the demo, as key=value")
     arguments = parser.parse_args(argv)
-    if arguments.seeds < 1:
-        parser.error(f"--seeds {arguments.seeds} must be at least 1")
     console, figures = Console(stderr=True), []
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
         task = progress.add_task("runs", total=2 * arguments.seeds)
@@ -184,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 figures.append(run_job(kind, seed, where, arguments.overrides))
                 progress.advance(task)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "overrides": [*RECIPE, *arguments.overrides],
         "summary": summary_of(figures),
         "runs": [asdict(run) for run in figures],

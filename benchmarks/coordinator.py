@@ -25,24 +25,19 @@ Markdown page and a JSON file.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import routing
 from benchmarks.coordinator_fleet import WAYS, Fleet, fleets, preload
 from benchmarks.coordinator_load import Load, reply_record
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import dated, progress_bar, publish, results_parser, table_row
 
 # What was aimed at, of small replies.
 MIN_THROUGHPUT_OF_RELAY = 0.5
@@ -145,10 +140,7 @@ def _aims(results: dict[str, Any]) -> list[str]:
 
 
 def _row(case: dict[str, Any], cells: Sequence[str]) -> str:
-    return f"| {case['num_clients']} | {case['num_engines']} | {' | '.join(cells)} |"
-
-
-ROOT = Path(__file__).parent
+    return table_row([str(case["num_clients"]), str(case["num_engines"]), *cells])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +264,8 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Return all figures as plain values."""
     counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     cases, loads = [], [os.getloadavg()[0]]
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with progress_bar(console) as progress:
         num_rounds = len(arguments.sizes) * len(counts) * arguments.rounds
         task = progress.add_task("coordinator and relay", total=num_rounds)
         for size in arguments.sizes:
@@ -289,8 +280,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 )
                 loads.append(os.getloadavg()[0])
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "load_averages": [min(loads), max(loads)],
         "rounds": arguments.rounds,
         "cases": cases,
@@ -299,13 +289,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="one case, few requests")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, rounds=5, small="one case, few requests")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.sizes, arguments.clients, arguments.engines = SIZES, (1, 4, 16), (1, 4)
     arguments.routing = routing.parse_arguments([])
     arguments.routing.ranks = (4,)

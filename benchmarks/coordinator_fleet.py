@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,6 +14,7 @@ from typing import Any
 from benchmarks.coordinator_bare import serve_bare_clients, serve_bare_engine, serve_relay
 from benchmarks.coordinator_load import Load, Timing
 from benchmarks.coordinator_real import serve_real_clients, serve_real_engine
+from benchmarks.peers_worker import process_seconds
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 
@@ -93,11 +93,11 @@ class Fleet:
             client.send(load)
         for client in self._clients:
             _expect(client, "prepared")
-        cpu_before = _cpu_seconds(self._middle_pid)
+        cpu_before = process_seconds(self._middle_pid)
         for client in self._clients:
             client.send("go")
         timings: list[Timing] = [_answer(client) for client in self._clients]
-        cpu_s = _cpu_seconds(self._middle_pid) - cpu_before
+        cpu_s = process_seconds(self._middle_pid) - cpu_before
         latencies = [latency for timing in timings for latency in timing.latencies]
         seconds = max(t.end for t in timings) - min(t.start for t in timings)
         return Measurement(
@@ -139,11 +139,6 @@ def _serve_quietly(serve: Callable[..., None], *arguments: Any, **options: Any) 
 def preload() -> None:
     """Let processes be forked from one that has imported everything: seconds each less."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all threads of process `pid`, by its Linux clock id."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def _answer(pipe: Connection) -> Any:

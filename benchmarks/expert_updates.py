@@ -12,22 +12,18 @@ weights is the measure of their bytes. Best of the rounds. Writes a Markdown pag
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import InferenceConfig
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.backends.select import create_backend
@@ -35,7 +31,6 @@ from rollout.models import CausalLM, ModelSpec
 from rollout.weights.served import ServedWeights
 from rollout.weights.update import checksum_of
 
-ROOT = Path(__file__).parent
 CONFIG = InferenceConfig(num_threads=1)
 LARGE = ModelSpec(
     family="qwen3_moe",
@@ -152,17 +147,12 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="few experts, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    arguments = results_parser(__doc__, rounds=3, small="few experts, one round").parse_args(argv)
     models = {"48 x 128 experts, tiny": MANY, "4 x 64 experts": LARGE}
     if arguments.small:
         models, arguments.rounds = {"small": SMALL}, 1
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(CONFIG),
+        **dated(CONFIG),
         "num_rounds": arguments.rounds,
         "models": {title: measure(spec, arguments.rounds) for title, spec in models.items()},
     }

@@ -14,46 +14,31 @@ import argparse
 import datetime
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, TaskID
 
 from benchmarks.contestants import RolloutEngine, largest_logprob_error, transformers_contestants
 from benchmarks.floor import MatmulFloor, StepCost, StepTrace, decode_step_cost, total_seconds
 from benchmarks.machine import describe
 from benchmarks.models import MODELS, num_parameters, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import progress_bar, publish, results_parser
 from benchmarks.report import ContestResult, Results, as_json, as_markdown
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Workload, workloads
 from rollout import LLM, InferenceConfig
 
-RESULTS = Path(__file__).parent / "results"
 STEP_BATCHES = (1, 64)
 STEP_REPEATS = 24
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
     parser.add_argument("--workloads", nargs="+", choices=("W1", "W2"), default=["W1", "W2"])
-    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
@@ -72,7 +57,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
     chosen = workloads(spec.vocab_size, is_small=arguments.small)
     floor = MatmulFloor(model, config)
     contests, error = [], None
-    with LLM(model, inference_config=config) as llm, _progress(console) as progress:
+    with LLM(model, inference_config=config) as llm, progress_bar(console) as progress:
         ours = RolloutEngine(llm)
         for name in arguments.workloads:
             peers = transformers_contestants(model, chosen[name])
@@ -90,11 +75,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
         steps=steps,
         largest_logprob_error=error,
     )
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def _play(

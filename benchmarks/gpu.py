@@ -54,10 +54,9 @@ from benchmarks.gpu_parts import (
     run_parts,
 )
 from benchmarks.gpu_shapes import PLAN, REHEARSAL, Plan
-from benchmarks.pages import write_page
+from benchmarks.pages import RESULTS, write_page
 from rollout.child_process import CHILD_FLAG, run_child
 
-RESULTS = Path(__file__).parent / "results"
 BUDGET_S = 75.0  # leaves what importing and the end of the last part take of 90 seconds
 NO_DEVICE = 2
 MAX_WHY = 200  # characters of an error in the page; the JSON file has all

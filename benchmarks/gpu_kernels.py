@@ -28,11 +28,11 @@ from types import MappingProxyType
 
 from benchmarks.gpu_engines import RandomWeights, pool_config, random_engine
 from benchmarks.gpu_shapes import NEAR_NOTHING, PoolShape
+from benchmarks.pages import RESULTS
 from benchmarks.workloads import random_prompts
 from rollout import InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
-RESULTS = Path(__file__).parent / "results"
 NOTHING_TO_RUN = 5  # pytest's exit status, which gpu_check knows
 _NANOSECONDS = {"nsecond": 1.0, "ns": 1.0, "usecond": 1e3, "us": 1e3, "msecond": 1e6, "ms": 1e6}
 TIME = "gpu__time_duration.sum"

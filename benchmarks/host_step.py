@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.gpu_shapes import NEAR_NOTHING
 from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import at_least_one
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.protocol.codec import encode
@@ -317,12 +318,10 @@ def as_text(results: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least_one, default=7)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--small", action="store_true", help="few rows and rounds")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.row_steps, arguments.report_rows, arguments.report_steps = 20_000, 256, 400
     if arguments.small:
         arguments.report_rows, arguments.report_steps = 8, 20

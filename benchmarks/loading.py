@@ -18,7 +18,6 @@ Writes a Markdown page and a JSON file to benchmarks/results.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -35,9 +34,9 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
-from benchmarks.machine import describe, status_bytes
+from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.models import M45, QWEN_05B
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import InferenceConfig
 from rollout.backends.cpu.library import load_library
 from rollout.backends.select import create_backend
@@ -57,7 +56,6 @@ PRODUCTS = ("plain", "native", "onednn", "mkl")
 CASES = [(source, UNSET) for source in reversed(SOURCES)]
 CASES += [(SOURCES[0], switch) for switch in PRODUCTS]
 STAGES = ("open", "fill", "products")
-RESULTS = Path(__file__).parent / "results"
 
 
 def write_directories(spec: ModelSpec, folder: Path) -> None:
@@ -91,7 +89,7 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
     peaks, before = {}, status_bytes("VmRSS")
 
     def stage(name: str, work: Callable[[], Any]) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
+        reset_peak()
         result = work()
         peaks[name] = status_bytes("VmHWM") - before
         return result
@@ -160,9 +158,8 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="m45")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     parser.add_argument("--source", choices=SOURCES, help="measure this one here, print JSON")
     parser.add_argument("--folder", type=Path, help="where the directories of models are")
     return parser.parse_args(argv)
@@ -184,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             figures = measure_elsewhere(source, switch, Path(folder), arguments.model)
             cases.append({"source": source, "switch": switch} | figures)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "model": arguments.model,
         "weights_mib": weights / 2**20,
         "cases": cases,

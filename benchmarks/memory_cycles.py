@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import status_bytes
+from benchmarks.pages import table_row
 from benchmarks.update_gaps import gaps_as_markdown
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.cpu.mapping import map_bytes
@@ -64,7 +65,7 @@ def as_markdown(results: dict[str, Any]) -> str:
             f"{row['resume_over_floor']:.2f}" if "resume_over_floor" in row else "",
             f"{row['suspend_over_memcpy']:.2f}" if "suspend_over_memcpy" in row else "",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     lines += [
         "",
         f"PERSIST, suspend plus resume: {persist['cpu_seconds'] * 1e3:.3f} ms of CPU time "

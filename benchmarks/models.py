@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.gpu_shapes import layer_matrix_parameters
 from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
@@ -92,8 +93,7 @@ def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 def num_parameters(spec: ModelSpec) -> int:
     """Parameters of a dense model of this shape without biases; tied ones count once."""
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2)
+    layer = layer_matrix_parameters(spec) + 2 * spec.hidden_size
     tables = 1 if spec.tie_word_embeddings else 2
     embeddings = tables * spec.vocab_size * spec.hidden_size
     return spec.num_layers * layer + embeddings + spec.hidden_size

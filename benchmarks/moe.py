@@ -14,16 +14,16 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.contestants import RolloutEngine, TransformersGenerate
-from benchmarks.generate import RESULTS, logprob_error, measure_and_publish
+from benchmarks.generate import logprob_error, measure_and_publish
 from benchmarks.machine import describe
 from benchmarks.models import MOE64, SMALL_MOE, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import results_parser
 from benchmarks.report import ContestResult, Results
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Generated, Workload, workloads
@@ -45,17 +45,6 @@ class TransformersMixture(TransformersGenerate):
         """Run the workload; see the contestants of dense models."""
         self._model.set_experts_implementation(self._experts)
         return super().run(workload, seed)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
-    return arguments
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
@@ -90,7 +79,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 
 def main(argv: Sequence[str] | None = None) -> Results:
     """Run the benchmark. Returns what was measured."""
-    return measure_and_publish(measure, parse_arguments(argv))
+    parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
+    return measure_and_publish(measure, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

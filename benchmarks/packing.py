@@ -11,11 +11,8 @@ or to the folder of --output.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,13 +21,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import dated, publish, results_parser
 from trainer_hooks import PolicyLossConfig, RolloutBatch, UpdateSettings, accumulate_gradients
 
-ROOT = Path(__file__).parent
 SIGMA, MEDIAN_TOKENS, PROMPT_TOKENS, LIMIT = 1.0, 48, 16, 512
 FIXED_ROWS = 8
 VOCABULARY = 4096
@@ -134,18 +128,14 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the page and write both files. Returns the content of the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = results_parser(__doc__, rounds=5, small="few short rollouts, one round")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch")
-    parser.add_argument("--small", action="store_true", help="few short rollouts, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
     arguments = parser.parse_args(argv)
     num_rollouts, limit = (8, 32) if arguments.small else (64, LIMIT)
     num_rounds = 1 if arguments.small else arguments.rounds
     batch = long_tailed_batch(num_rollouts, limit)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_rollouts": num_rollouts,
         "limit": limit,
         "num_tokens": int(batch.lengths_B.sum()),

@@ -43,7 +43,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.models import num_parameters
-from benchmarks.pages import page_path, write_page
+from benchmarks.pages import at_least_one, page_path, results_parser, write_page
 from benchmarks.peers_environments import PEERS, Entry, entries, in_groups
 from benchmarks.peers_models import MODELS, model_directory
 from benchmarks.peers_process import PeerError
@@ -53,7 +53,6 @@ from benchmarks.peers_rounds import Contestant, Tournament
 from benchmarks.peers_workloads import Contest, Size, contests
 from rollout import InferenceConfig
 
-RESULTS = Path(__file__).parent / "results"
 CACHE = Path.home() / ".cache" / "rollout-bench"
 WORKLOADS = ("W1", "W2", "W3", "W4")
 DTYPES = ("float32", "bfloat16")
@@ -62,31 +61,25 @@ _START_S = 30.0  # for a contestant to load, compile and warm up
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results_parser(__doc__, rounds=5, small="a tiny model and workloads")
     models = [name for name in MODELS if name != "small"]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="2: by wall clock")
+    parser.add_argument(
+        "--threads", nargs="+", type=at_least_one, default=[1, 2], help="2: by wall clock"
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="default: as time allows")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--int8", action="store_true", help="int8 peers as well, shown apart")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one request")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measures nothing")
-    parser.add_argument("--small", action="store_true", help="a tiny model and workloads")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="environments and models")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments")
     arguments = parser.parse_args(argv)
     for path in arguments.merge or []:
         if not path.is_file():
             parser.error(f"--merge {path} is no file")
-    for name, value in (
-        ("rounds", arguments.rounds),
-        ("threads", min(arguments.threads)),
-        ("timeout", arguments.timeout),
-    ):
-        if value < 1:
-            parser.error(f"--{name} {value} must be at least 1")
+    if arguments.timeout < 1:
+        parser.error(f"--timeout {arguments.timeout} must be at least 1")
     if arguments.small:
         arguments.models, arguments.dtypes, arguments.threads = ["small"], ["float32"], [1]
     return arguments

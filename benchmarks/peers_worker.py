@@ -4,7 +4,7 @@ A request is a line of JSON on stdin, its reply a line of JSON on stdout. The pr
 benchmarks/peers_<engine>.py call `serve`; WorkerProcess of peers_process.py is the other end. The
 process runs in the engine's own environment, so this module needs only the standard library and
 NumPy. Anything that the engine prints goes to stderr, which the parent writes to a log file.
-serving_processes.py uses `process_seconds`.
+`benchmarks.serving_processes` and `benchmarks.coordinator_fleet` use the CPU times of processes.
 
 Each kind of request, and its reply:
 
@@ -102,11 +102,11 @@ def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and its descendants, including ended ones."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = sum(process_seconds(pid) for pid in _descendants(os.getpid()))
+    running = sum(process_seconds(pid) for pid in descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
-def _descendants(ancestor: int) -> list[int]:
+def descendants(ancestor: int) -> list[int]:
     """Return the process ids of all descendants of `ancestor`, from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

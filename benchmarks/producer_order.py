@@ -10,14 +10,11 @@ with its length, as that of a rollout that loses its way. Writes a Markdown page
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +22,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from benchmarks.virtual_time import run_virtually
-from rollout import InferenceConfig
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from trainer_hooks import AsyncRolloutProducer, TrainingBatch
 from trainer_hooks.producer.producer import Order
 
-ROOT = Path(__file__).parent
 MEDIAN_TOKENS = 8
 GROUP_SIZE = 8
 WARM_BATCHES = 6  # left out of the figures
@@ -261,11 +255,9 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Simulate, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batches", type=int, default=40, help="of each case")
-    parser.add_argument("--groups", type=int, default=8, help="of a batch")
-    parser.add_argument("--small", action="store_true", help="few batches of few cases")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, small="few batches of few cases")
+    parser.add_argument("--batches", type=int, default=40, help="batches of each case")
+    parser.add_argument("--groups", type=int, default=8, help="groups of a batch")
     arguments = parser.parse_args(argv)
     chosen = cases()[:4:3] if arguments.small else cases()
     num_batches = 4 if arguments.small else arguments.batches
@@ -276,8 +268,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for case in progress.track(chosen, description="simulated runs"):
             outcomes.append(run_virtually(train(case, batch_groups, num_batches)))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "batch_groups": batch_groups,
         "num_batches": num_batches,
         "outcomes": [asdict(outcome) for outcome in outcomes],

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.floor import StepCost
+from benchmarks.pages import table_row
 from benchmarks.rounds import Contest
 
 
@@ -107,12 +108,12 @@ def _contest_lines(result: ContestResult) -> list[str]:
     ]
     for name in contest.rounds[0].cpu_seconds:
         speeds = [r.tokens_per_cpu_second.get(name) for r in contest.rounds]
-        lines.append(_row(name, ["-" if s is None else f"{s:.0f}" for s in speeds]))
-    lines.append(_row("**ratio**", [f"**{r.ratio:.2f}**" for r in contest.rounds]))
+        lines.append(table_row([name, *("-" if s is None else f"{s:.0f}" for s in speeds)]))
+    lines.append(table_row(["**ratio**", *(f"**{r.ratio:.2f}**" for r in contest.rounds)]))
     knowing = [r.ratio_knowing_lengths for r in contest.rounds]
     if contest.rounds[0].best_peer_knowing_lengths is not None:
         cells = ["-" if r is None else f"{r:.2f}" for r in knowing]
-        lines.append(_row("ratio to batches sorted by length", cells))
+        lines.append(table_row(["ratio to batches sorted by length", *cells]))
     floor = ""
     if result.floor_seconds is not None:
         floor = f"; the bare matrix products of the same steps take {result.floor_seconds:.2f}"
@@ -139,10 +140,6 @@ def _step_lines(steps: Sequence[StepCost]) -> list[str]:
         "|---:|---:|---:|---:|---:|---|",
     ]
     for s in steps:
-        cells = [f"{s.context}", f"{s.step_ms:.1f}", f"{s.floor_ms:.1f}", f"**{s.ratio:.2f}**"]
-        lines.append(_row(str(s.batch), [*cells, s.floor_product]))
+        cells = [f"{s.batch}", f"{s.context}", f"{s.step_ms:.1f}", f"{s.floor_ms:.1f}"]
+        lines.append(table_row([*cells, f"**{s.ratio:.2f}**", s.floor_product]))
     return lines
-
-
-def _row(first: str, cells: Sequence[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"

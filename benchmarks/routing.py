@@ -11,27 +11,23 @@ take turns, so that a busy machine slows all of them. Writes a Markdown page and
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig, PrefixCachingCoordinatorPolicy
+from benchmarks.pages import dated, publish, results_parser, table_row
+from rollout import PrefixCachingCoordinatorPolicy
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.requests.block_hash import HASH_PRIME
 
-ROOT = Path(__file__).parent
 BLOCKS_PER_PROMPT = 32
 NUM_TOKENS = 8192
 POLICIES = tuple(policy.value for policy in PrefixCachingCoordinatorPolicy)
@@ -146,8 +142,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                     lambda: progress.advance(task),
                 )
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "blocks_per_prompt": BLOCKS_PER_PROMPT,
         "decisions": arguments.rounds * DECISIONS_PER_ROUND,
         "sizes": list(arguments.sizes),
@@ -187,21 +182,14 @@ def as_markdown(results: dict[str, Any]) -> str:
         ]
         policy, num_ranks, prompt_kind = case
         named = [policy, str(num_ranks), prompt_kind, *cells, f"**{growth:.2f}**"]
-        lines.append(f"| {' | '.join(named)} |")
+        lines.append(table_row(named))
     lines += ["", f"Largest growth {results['largest_growth']:.2f}."]
     return "\n".join(lines) + "\n"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--rounds", type=int, default=40, help=f"of {DECISIONS_PER_ROUND} decisions"
-    )
-    parser.add_argument("--small", action="store_true", help="small tables, few rounds")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, rounds=40, small="small tables, few rounds")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.sizes, arguments.ranks = (1_000, 10_000, 100_000, 1_000_000), (1, 4, 64)
     if arguments.small:
         arguments.rounds, arguments.sizes, arguments.ranks = 2, (1_000, 4_000), (1, 4)

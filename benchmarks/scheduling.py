@@ -10,11 +10,8 @@ machine. Writes a Markdown page and a JSON file.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +19,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
-from benchmarks.pages import publish
-from rollout import InferenceConfig, SamplingParams
+from benchmarks.pages import dated, publish, results_parser
+from rollout import SamplingParams
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import SampleResult, StepOutput
 from rollout.step.plan import StepPlan
 
-ROOT = Path(__file__).parent
 POOL_FRACTIONS = (0.25, 0.5, 0.75)
 MAX_TOKENS = 16384
 TOKEN, END = 1, 2
@@ -112,7 +107,8 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
         enable_chunked_prefill=True,
     )
     for request in range(num_requests):
-        _add(scheduler, workload, request)
+        prompt, max_new = [TOKEN] * workload.num_prompt, workload.max_new
+        add_request(scheduler, request, prompt, max_new, end_ids=(END,))
     ends = EndOfEach(workload)
     plans, num_evictions = [], 0
     while not scheduler.is_idle:
@@ -124,18 +120,23 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
     return len(plans), plans, num_evictions
 
 
-def _add(scheduler: Scheduler, workload: Workload, request: int) -> None:
+def add_request(
+    scheduler: Scheduler,
+    request_id: int,
+    prompt: list[int],
+    max_new: int,
+    end_ids: tuple[int, ...] = (),
+) -> None:
+    """Queue a single request of at most `max_new` tokens, with its id as its seed."""
     scheduler.add_request(
-        request,
-        [TOKEN] * workload.num_prompt,
-        num_prompt=workload.num_prompt,
+        request_id,
+        prompt,
+        num_prompt=len(prompt),
         priority=0,
         group_id=None,
         sampling_params=SamplingParams(),
-        seed=request,
-        stop_rule=StopRule(
-            end_ids=(END,), stop_words=(), max_length=workload.num_prompt + workload.max_new
-        ),
+        seed=request_id,
+        stop_rule=StopRule(end_ids=end_ids, stop_words=(), max_length=len(prompt) + max_new),
         wants_prompt_logprobs=False,
     )
 
@@ -237,10 +238,8 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Simulate, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=256, help="of each workload")
-    parser.add_argument("--small", action="store_true", help="few requests")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, small="few requests")
+    parser.add_argument("--requests", type=int, default=256, help="requests of each workload")
     arguments = parser.parse_args(argv)
     num_requests = 16 if arguments.small else arguments.requests
     console = Console(stderr=True)
@@ -249,8 +248,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         task = progress.add_task("simulated runs", total=len(cases) * len(POOL_FRACTIONS))
         outcomes = measure(cases, POOL_FRACTIONS, lambda: progress.advance(task))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_requests": num_requests,
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }

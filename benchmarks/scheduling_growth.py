@@ -9,30 +9,24 @@ runs. Writes a Markdown page and a JSON file.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig, SamplingParams
+from benchmarks.pages import dated, publish, results_parser
+from benchmarks.scheduling import add_request
 from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
-from rollout.scheduling.stopping import StopRule
 from rollout.step.output import SampleResult, StepOutput
 from rollout.version_spans import VersionSpans
 
-ROOT = Path(__file__).parent
 BLOCK = 16
 NUM_RUNNING = 8
 PROMPT = 512
@@ -61,17 +55,7 @@ class Bench:
 
     def add(self, tokens: list[int], max_new: int) -> int:
         self._next_id += 1
-        self.scheduler.add_request(
-            self._next_id,
-            tokens,
-            num_prompt=len(tokens),
-            priority=0,
-            group_id=None,
-            sampling_params=SamplingParams(),
-            seed=0,
-            stop_rule=StopRule(end_ids=(), stop_words=(), max_length=len(tokens) + max_new),
-            wants_prompt_logprobs=False,
-        )
+        add_request(self.scheduler, self._next_id, tokens, max_new)
         return self._next_id
 
     def step(self) -> None:
@@ -217,11 +201,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--small", action="store_true", help="small pools, few rounds")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    arguments = results_parser(__doc__, rounds=40, small="small pools, few rounds").parse_args(argv)
     sizes = (1_000, 4_000) if arguments.small else (1_000, 10_000, 100_000, 1_000_000)
     rounds = 3 if arguments.small else arguments.rounds
     console = Console(stderr=True)
@@ -229,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         task = progress.add_task("costs", total=len(CASES))
         costs = measure(sizes, rounds, lambda: progress.advance(task))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "rounds": rounds,
         "sizes": list(sizes),
         "costs": costs,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import statistics
 import time
@@ -22,9 +21,8 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser, table_row
 from benchmarks.peers_models import model_directory
 from benchmarks.serving_processes import ServerProcess, rollout_server, vllm_server
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
@@ -69,7 +67,7 @@ def as_markdown(results: dict[str, Any]) -> str:
             f"{row['first_token_ms']:.1f}",
             f"{row['first_token_ms_above_generate']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     lines += ["", *_shares(results), "", "## What was aimed at", "", *_aims(results)]
     return "\n".join(lines) + "\n"
 
@@ -101,7 +99,6 @@ def _aims(results: dict[str, Any]) -> list[str]:
     ]
 
 
-ROOT = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "rollout-bench"
 MAX_SEQUENCE_LENGTH = 512
 
@@ -214,8 +211,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 rounds.append(rows)
                 console.print(f"round {index + 1} of {arguments.rounds}: {rows}", highlight=False)
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(config),
+        **dated(config),
         "load_averages": [min(loads), max(loads)],
         "model": arguments.model,
         "work": {
@@ -248,13 +244,10 @@ def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[st
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default="44M", help="of benchmarks/peers_models.py")
+    parser = results_parser(__doc__, rounds=5, small="a small model, few tokens")
+    parser.add_argument("--model", default="44M", help="a name in benchmarks/peers_models.py")
     parser.add_argument("--no-vllm", dest="vllm", action="store_false")
-    parser.add_argument("--small", action="store_true", help="a small model, few tokens")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="of models and environments")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the page")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments")
     arguments = parser.parse_args(argv)
     arguments.num_prompts, arguments.prompt_tokens, arguments.num_tokens = 32, 64, 128
     arguments.concurrency, arguments.num_firsts = 32, 20

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.one_thread import thread_environment
-from benchmarks.peers_worker import KV_CACHE_GIB, process_seconds
+from benchmarks.peers_worker import KV_CACHE_GIB, descendants, process_seconds
 from rollout import InferenceConfig
 
 START_S = 900.0
@@ -77,19 +77,11 @@ class ServerProcess:
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""
         found: dict[str, float] = {}
-        for pid in _with_children(self._process.pid):
+        for pid in (self._process.pid, *descendants(self._process.pid)):
             with suppress(OSError):  # it has ended
                 name = _name_of(pid, self._process.pid)
                 found[name] = found.get(name, 0.0) + process_seconds(pid)
         return found
-
-
-def _with_children(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in task.read_text().split():
-                yield from _with_children(int(child))
 
 
 def _name_of(pid: int, server_pid: int) -> str:

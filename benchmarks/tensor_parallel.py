@@ -11,27 +11,22 @@ page and a JSON file.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from benchmarks.machine import describe
 from benchmarks.models import QWEN_05B, SMALL
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
-ROOT = Path(__file__).parent
 BATCHES = (1, 16)
 PROMPT_TOKENS, STEPS_AT_ONCE = 8, 4
 
@@ -130,18 +125,13 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="a tiny model, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    arguments = results_parser(__doc__, rounds=10, small="a tiny model, one round").parse_args(argv)
     spec = SMALL if arguments.small else replace(QWEN_05B, dtype=torch.bfloat16)
     num_rounds = 1 if arguments.small else arguments.rounds
     before = os.getloadavg()[0]
     steps = {str(batch): measure(spec, batch, num_rounds) for batch in BATCHES}
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_processors": len(os.sched_getaffinity(0)),
         "model": "a tiny model" if arguments.small else "the shape of Qwen2.5-0.5B",
         "dtype": str(spec.dtype).removeprefix("torch."),

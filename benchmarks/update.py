@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.machine import status_bytes
+from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.packing import random_batch
 from rollout.models.checkpoints.smollm2 import model_directory
@@ -87,12 +87,6 @@ def measure(size: tuple[int, int], shares: bool, is_small: bool, rounds: int, to
         times.append(time.process_time() - start)
     torch.save({name: p.grad for name, p in policy.named_parameters()}, to)
     return Result(cpu_s=min(times), peak_bytes=status_bytes("VmHWM") - base)
-
-
-def reset_peak() -> int:
-    """Begin a new peak of this process's resident memory, and return the memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
 
 
 def largest_difference(first: Path, second: Path) -> float:
