@@ -5,7 +5,8 @@
     python benchmarks/generate.py --small          # seconds: shows that it runs, not how fast
 
 Writes a Markdown page and a JSON file to benchmarks/results, named after the day and the kind of
-machine. Wall-clock time is not measured, so other work on the machine disturbs little.
+machine. CPU time is measured, so other work on the machine disturbs little. `benchmarks.moe` uses
+`measure_and_publish`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of all workloads, and the decode steps beside their floor."""
+    """Run all rounds of the workloads, then decode steps and their floors. Returns all results."""
     model_name = "small" if arguments.small else "m45"
     spec = MODELS[model_name]
     model = transformers_model(spec)
@@ -80,10 +81,11 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 def _play(
     contest: Contest, num_rounds: int, floor: MatmulFloor, trace: StepTrace, progress: Progress
 ) -> ContestResult:
+    """Run all rounds of a contest and the floor of its steps, and show the progress."""
     name = contest.workload.name
     task = progress.add_task(f"{name}: warm-up", total=num_rounds)
     warm_up(contest)
-    trace.forget()
+    trace.clear()
     for number in range(1, num_rounds + 1):
         play_round(contest, _announcer(progress, task, f"{name}, round {number}"))
         ratio = contest.rounds[-1].ratio
@@ -98,7 +100,7 @@ def _announcer(progress: Progress, task: TaskID, where: str) -> Callable[[str], 
 
 
 def logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
-    """The largest difference of our log-probs to a full forward pass of `model`."""
+    """Return the largest difference of our log-probs from a full forward pass of `model`."""
     short = workload.shortened(8)
     return largest_logprob_error(model, short, ours.run(short, seed=0))
 
@@ -120,7 +122,7 @@ def _decode_steps(
 def measure_and_publish(
     measure: Callable[[argparse.Namespace, Console], Results], arguments: argparse.Namespace
 ) -> Results:
-    """Measure, print and write. Returns what was measured."""
+    """Call `measure`, print and write its results, and return them."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)
@@ -130,7 +132,7 @@ def measure_and_publish(
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns what was measured."""
+    """Run the benchmark. Returns the results."""
     return measure_and_publish(measure, parse_arguments(argv))
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.moe                # three rounds of W1
     python -m benchmarks.moe --small        # seconds: shows that it runs, not how fast
 
-The model is random, with 64 experts, 8 for each token. transformers runs with each of its
-implementations of experts that a CPU and the memory allow: "batched_mm" copies the weights of every
-token's experts, 64 GB for the prompts of W1, and is left out. Writes a page and a JSON file as
-`benchmarks.generate` does.
+The model has random weights and 64 experts, 8 for each token. transformers runs with two of its
+implementations of experts. A third, "batched_mm", is left out: it copies the weights of every
+token's experts, 64 GB for the prompts of W1. Writes a page and a JSON file as `benchmarks.generate`
+does.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ class TransformersMixture(TransformersGenerate):
         self._experts = experts
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Run the workload; see the contestants of dense models."""
+        """Select the implementation of experts, then run as TransformersGenerate does."""
         self._model.set_experts_implementation(self._experts)
         return super().run(workload, seed)
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of W1, and compare log-probs with transformers' forward pass."""
+    """Run all rounds of W1, and compare log-probs with transformers' forward pass.
+
+    Returns the results.
+    """
     spec = SMALL_MOE if arguments.small else MOE64
     model = transformers_model(spec)
     workload = workloads(spec.vocab_size, is_small=arguments.small)["W1"]
@@ -78,7 +81,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns what was measured."""
+    """Run the benchmark. Returns the results."""
     parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
     return measure_and_publish(measure, parser.parse_args(argv))
 

@@ -6,7 +6,7 @@
 The ways are a fixed number of rollouts, a budget of padded tokens, and the same budget of packed
 tokens. Each round computes the gradient of one batch in all three ways and measures CPU time;
 speedups are ratios within a round. Writes a Markdown page and a JSON file to benchmarks/results,
-or to the folder of --output.
+or to the folder of --output. `benchmarks.update` uses `random_batch`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
 def random_batch(
     new_B: torch.Tensor, prompt_tokens: int, vocabulary: int, limit: int
 ) -> RolloutBatch:
-    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens."""
+    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens each.
+
+    `vocabulary`: number of token ids. `limit`: rollouts with so many new tokens count as truncated.
+    """
     num_rollouts, lengths_B = len(new_B), new_B + prompt_tokens
     positions_T = torch.arange(int(lengths_B.max()))
     is_token_BT = positions_T < lengths_B[:, None]
@@ -67,7 +70,10 @@ def random_batch(
 
 
 def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each way in each round, without the warm-up round."""
+    """Return the CPU seconds of each way in each round, without the warm-up round.
+
+    `max_tokens`: tokens of a micro-batch.
+    """
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -105,6 +111,7 @@ def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, 
 
 
 def as_markdown(results: dict[str, Any]) -> str:
+    """Return a page with a row for each way."""
     machine = results["machine"]
     lines = [
         f"# Packing, {results['date']}",

@@ -1,6 +1,6 @@
-"""Formats benchmark results as JSON for programs and as a Markdown page for people.
+"""Formats results of generation as JSON for programs and as a Markdown page for people.
 
-Used by benchmarks.generate and benchmarks.moe, which write the files.
+Used by `benchmarks.generate` and `benchmarks.moe`, which write the files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from benchmarks.rounds import Contest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestResult:
-    """A contest and its floor: CPU seconds of the bare matrix products of the same steps.
+    """The rounds of one workload, and their floor.
 
-    `floor_seconds` is None if the floor was not measured.
+    floor_seconds: CPU seconds of the bare matrix products of one round; None if not measured.
     """
 
     contest: Contest
@@ -28,7 +28,11 @@ class ContestResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All measurements of one run of the benchmark."""
+    """All measurements of one run of the benchmark.
+
+    steps: decode steps and their floors. largest_logprob_error: see `largest_logprob_error` of
+    benchmarks.contestants; None if not measured.
+    """
 
     date: str
     machine: dict[str, str | int]
@@ -66,6 +70,7 @@ def _contest_json(result: ContestResult) -> dict[str, Any]:
 
 
 def _own_seconds(contest: Contest) -> float:
+    """Return our engine's median CPU seconds of a round."""
     return statistics.median(r.cpu_seconds[contest.ours.name] for r in contest.rounds)
 
 
