@@ -1,4 +1,4 @@
-"""The Markdown page and the plot of benchmarks/peers.py."""
+"""Formats the Markdown page and draws the plot of `benchmarks.peers`, which writes the page."""
 
 from __future__ import annotations
 
@@ -113,7 +113,10 @@ def _ratio_cells(ratios: Sequence[float], num_rounds: int) -> list[str]:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Plot our speed over each peer's, by the clock that counts: the median and the range."""
+    """Write a plot to `path`: our speed over each peer's, by the clock that counts.
+
+    Bars are medians over the rounds, with the range.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
-"""`serve`: the process of one engine of benchmarks/peers.py. Reads requests, writes replies.
+"""`serve`: the loop of a contestant's process of `benchmarks.peers`, which answers requests.
 
 A request is a line of JSON on stdin, its reply a line of JSON on stdout. The programs
 benchmarks/peers_<engine>.py call `serve`; WorkerProcess of peers_process.py is the other end. The
 process runs in the engine's own environment, so this module needs only the standard library and
-NumPy. Anything that the engine prints goes to stderr, which the parent writes to a log file.
+NumPy. All that the engine prints goes to stderr, which the parent writes to a log file.
 `benchmarks.serving_processes` and `benchmarks.coordinator_fleet` use the CPU times of processes.
 
 Each kind of request, and its reply:
@@ -32,7 +32,7 @@ from benchmarks.workloads import Generated, Workload, require_what_was_asked
 
 MAX_SEQUENCE_LENGTH = 2304  # tokens of prompt and output
 MAX_NUM_SEQUENCES = 64
-KV_CACHE_GIB = 1  # for engines that need a size
+KV_CACHE_GIB = 1  # size of the KV cache of engines that need one
 
 
 class Peer(Protocol):
@@ -55,12 +55,12 @@ Convert = Callable[[Path, Path, str], None]
 
 
 def serve(peer: Peer, convert: Convert | None = None) -> None:
-    """Answer requests until the input ends. `convert`: for peers with their own file format."""
+    """Answer requests until stdin ends. `convert`: for peers with their own file format."""
     replies = _replies()
     for line in sys.stdin:
         try:
             reply = _answer(peer, convert, json.loads(line))
-        except Exception as error:  # the parent decides whether to go on
+        except Exception as error:  # reported to the parent, which decides whether to continue
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")

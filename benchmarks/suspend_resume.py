@@ -1,9 +1,9 @@
-"""Suspend, resume and weight updates, each beside the copy that physics asks for. One thread.
+"""Time of suspends, resumes and weight updates over that of the bare copies that they need.
 
     python benchmarks/suspend_resume.py            # a pool of 512 MiB, median of 20
     python benchmarks/suspend_resume.py --small    # seconds: shows that it runs, not how fast
 
-Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
+One thread. Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Return all figures as plain values."""
+    """Measure everything. Returns all figures as plain values."""
     spec = MODELS["small" if arguments.small else "m45"]
     rows = []
     with progress_bar(console) as progress:
@@ -81,7 +81,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
+    """Measure, print and write. Returns the results."""
     arguments = parse_arguments(argv)
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)

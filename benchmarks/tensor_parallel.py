@@ -1,12 +1,12 @@
-"""Step time of an engine of two ranks against one process.
+"""Time of a decode step of an engine of two ranks, and of one process.
 
     python benchmarks/tensor_parallel.py            # minutes
     python benchmarks/tensor_parallel.py --small    # seconds: shows that it runs, not how well
 
-Decode steps at batch sizes 1 and 16, of all contestants in turn, some steps at a time: what else
-the machine does meets all of them. Two ranks need two processors that are free at the same time, so
-the least time of a step says what they can do, and the median what they did here. Writes a Markdown
-page and a JSON file.
+Decode steps at batch sizes 1 and 16. The contestants take turns, a few steps at a time, so that
+other work on the machine disturbs all of them. Two ranks need two processors that are free at the
+same time: the least time of a step shows what they can do, the median what they did here. Writes a
+Markdown page and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CONTESTANTS = (
 
 
 class Steps:
-    """A contestant whose rows all decode."""
+    """The engine of a contestant, with `batch` rows that decode for at least `num_steps` steps."""
 
     def __init__(self, spec: ModelSpec, contestant: Contestant, batch: int, num_steps: int) -> None:
         self.contestant = contestant
@@ -69,7 +69,7 @@ class Steps:
             self.engine.step()
 
     def measure(self, num_steps: int) -> list[tuple[float, float]]:
-        """(wall, CPU of this process) seconds of some steps."""
+        """Run `num_steps` steps. Returns the wall and CPU seconds of each, in this process."""
         torch.set_num_threads(self.contestant.num_threads)
         times = []
         for _ in range(num_steps):
@@ -80,7 +80,7 @@ class Steps:
 
 
 def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step, by contestant."""
+    """Return the least, median and CPU milliseconds of a step, by contestant."""
     num_steps = num_rounds * STEPS_AT_ONCE
     steps = [Steps(spec, contestant, batch, num_steps) for contestant in CONTESTANTS]
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in CONTESTANTS}
@@ -100,6 +100,7 @@ def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str,
 
 
 def as_markdown(results: dict[str, Any]) -> str:
+    """Return a page with a row for each batch size and contestant."""
     machine, load = results["machine"], results["load_average"]
     lines = [
         f"# Tensor parallel, {results['date']}",
@@ -124,7 +125,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was found."""
+    """Measure, print and write. Returns the results."""
     arguments = results_parser(__doc__, rounds=10, small="a tiny model, one round").parse_args(argv)
     spec = SMALL if arguments.small else replace(QWEN_05B, dtype=torch.bfloat16)
     num_rounds = 1 if arguments.small else arguments.rounds
