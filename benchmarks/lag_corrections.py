@@ -327,7 +327,8 @@ def learning_curve(
 ) -> torch.Tensor:
     """Train `num_seeds` policies. Returns their mean expected reward, [1 + num_updates].
 
-    The first entry is before the first update. Each update takes two steps on one batch. Every contestant gets the same random numbers.
+    The first entry is before the first update. Each update takes two steps on one batch. Every
+    contestant gets the same random numbers.
     """
     generator = torch.Generator().manual_seed(policy_lag)
     history = [Parameters.zeros(num_seeds)]

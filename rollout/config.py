@@ -56,10 +56,10 @@ class PrefixCachingEvictionPolicy(str, Enum):
 class PrefixCachingCoordinatorPolicy(str, Enum):
     """How a coordinator chooses one of the engines that have room for a request.
 
-    LONGEST_PREFIX chooses the engine with the longest part of the prompt in its prefix cache,
-    FIRST_PREFIX_BLOCK the engine with its first block, ROUND_ROBIN each engine in turn.
-    LOAD_BALANCED chooses the engine that holds the prompt's prefix unless its load is too high,
-    else the least loaded engine.
+    LONGEST_PREFIX chooses the engine that was assigned the longest prefix of the prompt before,
+    FIRST_PREFIX_BLOCK the engine that was assigned its first block, ROUND_ROBIN each in turn.
+    LOAD_BALANCED chooses as LONGEST_PREFIX if that engine's load is not too high, else the least
+    loaded engine.
     """
 
     LONGEST_PREFIX = "longest_prefix"
@@ -182,7 +182,7 @@ class InferenceConfig:
 
     record_routing: requests record the experts of a mixture that computed their tokens
         (`routing_indices`).
-    track_paused_request_events: requests get a PAUSE event for each step that they are paused.
+    track_paused_request_events: requests get a PAUSE event whenever they are paused.
     track_generated_token_events: requests get an event for each token.
     metrics_writer: an object with `log(metrics)`: wandb, a wandb run or a MetricsLogger.
     logging_step_interval: steps between two writes of step metrics to it; 0 writes none.

@@ -5,7 +5,7 @@
 
 A script gives the tokens of each prompt. The result is a real request, with a weights version for
 each token. A FakeLLM keeps the weights of the latest update by name, and refuses a call in the
-wrong state with the errors of LLM. It serves no HTTP. Only tests use this module.
+wrong state with the errors of LLM. It serves no HTTP. Only tests import this module.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ScriptedRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state. Returns all requests that ended since `take_ended`."""
+        """End requests now, in any state. Returns what `take_ended` returns."""
         for request_id in request_ids:
             self._end(request_id, RequestAbortedError("aborted by its owner"))
         return self.take_ended()

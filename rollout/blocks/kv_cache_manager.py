@@ -31,7 +31,7 @@ class BlockTable:
     is_cacheable: False once a full block could not enter the index, so that later ones cannot.
     root_key: parent key of the first block. Requests with another salt have another root key.
     keys: keys of the first blocks for the prefix index, as far as they were computed.
-    key_version: the weights version in `keys`.
+    key_version: the weights version that is part of `keys`.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class KVCacheManager:
     index only if it and all blocks before it were written entirely under one weights version, and
     is found only under that version. With `reuse_across_versions` any full block enters the index,
     and is found unless it holds KV that is more than `max_age_versions` older than the current
-    weights. KV that `distrust` names is found under no later version. `keeps_unused`: an indexed
+    weights. KV excluded by `distrust` is found under no later version. `keeps_unused`: an indexed
     block outlives its last user until its space is needed (LRU); otherwise it leaves the index
     with that user (REF_ZERO).
     """

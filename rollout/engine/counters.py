@@ -126,9 +126,8 @@ class _OtherTotals:
 class StepTimes:
     """Time of the longest step of each size, for an upper bound of later steps.
 
-    Step sizes are rounded down to powers of two.
-    A step of twice the tokens takes at most twice as long: work per token doubles, and work per
-    step, such as reading the weights, does not.
+    Step sizes are rounded down to powers of two. A step of twice the tokens takes at most twice as
+    long: work per token doubles, and work per step, such as reading the weights, does not.
     """
 
     def __init__(self) -> None:

@@ -176,8 +176,7 @@ class Engine(ControlledEngine):
         """End a request now, in any state of the engine. Returns its record with the tokens so far.
 
         A request that has ended already keeps its end. Its blocks are freed, on the device and on
-        the host. Raises EngineStateError for a request
-        that is not in the engine.
+        the host. Raises EngineStateError for a request that is not in the engine.
         """
         has_ended = self._outputs.has_ended(request_id)
         with self._guard.change("abort_request"):
@@ -330,8 +329,8 @@ class Engine(ControlledEngine):
         "kv_cache" is released under `mode` (None: the config's mode). "weights" are copied to the
         host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a resource that
         is not released yet; a released one is reported with zero bytes. Raises ConfigError for an
-        unknown resource or mode. A failure leaves the state, and no request ends: `resume`,
-        `unpause` or a retry first restores what was released.
+        unknown resource or mode. After a failure the state is as before and no request has ended;
+        `resume`, `unpause` or a retry first restores what was released.
         """
         with (
             self._guard.change("suspend"),
@@ -452,9 +451,9 @@ class Engine(ControlledEngine):
     ) -> WeightUpdateReport:
         """Commit the steps in flight, copy a staged update in place, and serve it as `version`.
 
-        `version` None means the current one + 1. Raises EngineStateError where the update is
-        illegal. Raises WeightUpdateError if `version` is not above the current one or copying
-        fails; then the old weights and the old version are served.
+        `version` None means the current one + 1. Raises EngineStateError if an update is illegal
+        now. Raises WeightUpdateError if `version` is not above the current one or copying fails;
+        then the old weights and the old version are served.
         """
         self.check_update(version, in_flight)
         self._pipeline.commit_all()

@@ -40,7 +40,7 @@ class RequestState:
     that leave the engine are complete, with lists.
 
     entry_time: time of entry into the first engine, by time.monotonic.
-    last_token_time: time of the newest token sampled here, by time.monotonic; None before it.
+    last_token_time: time of the newest token sampled here, by time.monotonic; None without one.
     num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
         else None.
     segment: the current segment.
@@ -176,8 +176,8 @@ class OutputProcessor:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
-        """Keep records that `ended` returned, dropped or not, because they did not reach the
-        caller of the engine."""
+        """Put back records that `ended` returned, dropped or not: they did not reach the engine's
+        caller."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -436,7 +436,7 @@ def _requested_of(run: TokenRun) -> dict[str, Any]:
 
 
 def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str, Any]) -> TokenRuns:
-    """Return the runs of requests whose new tokens each have one policy and one KV run.
+    """Return the runs of new tokens, which have one policy version and one KV run per request.
 
     `rows` has, flat, for each request: id, offset, number of tokens, entry version, length of the
     first token's context, policy version, the four values of VersionSpans.last_run of its KV, and

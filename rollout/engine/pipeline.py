@@ -133,8 +133,8 @@ class StepPipeline:
     def step(self, weights_version: int) -> None:
         """Launch the steps that may run, then commit the oldest one. Does nothing when idle.
 
-        A failed step is logged, and its requests are queued again. Raises its error if ranks have
-        died or a step without requests fails too, and every interrupt.
+        A failed step is logged, and its requests are queued again. Its error is raised only if
+        ranks have died, if a step without requests fails too, or if it is an interrupt.
         """
         with self._guard.change("step"):
             start = time.perf_counter()

@@ -319,8 +319,7 @@ class StepExecutor(Executor[_Staged], Protocol[_Staged]):
 class SuspensionInterface(Protocol):
     """Releases the memory of the KV cache and of the weights, and restores it.
 
-    An unsupported mode is refused by a ConfigError that names the mode and the supported ones;
-    nothing has changed then.
+    An unknown or unsupported mode raises a ConfigError that names it; nothing has changed then.
     """
 
     def suspend(

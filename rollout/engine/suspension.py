@@ -66,9 +66,9 @@ class Suspension:
 
         Weights are copied to the host first, unless `discard`. Resources that an earlier, failed
         attempt released are restored first: all of them if `is_first`, else those in `release`.
-        Raises ConfigError for an unknown resource, and for a mode that would move a KV cache whose
-        addresses must stay. After any other exception `resume` restores everything, and a retry is
-        legal.
+        Raises ConfigError for an unknown resource or mode, and for a mode that would move a KV
+        cache whose addresses must stay. After any other exception `resume` restores everything, and
+        a retry is legal.
         """
         start = time.perf_counter()
         check_resources(release, discard=discard)

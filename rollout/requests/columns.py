@@ -133,7 +133,7 @@ class _ListWhenRead:
 
 
 def lists_when_read(cls: type[T]) -> type[T]:
-    """Class decorator: let instances of dataclass `cls` hold its ARRAY_FIELDS as arrays."""
+    """Let instances of the dataclass `cls` hold its ARRAY_FIELDS as arrays. A class decorator."""
     for name in ARRAY_FIELDS:
         setattr(cls, name, _ListWhenRead(name))
     return cls

@@ -271,7 +271,8 @@ class DynamicInferenceRequestRecord:
 
 
 def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None:
-    """Return the params of the next segment: fewer tokens to generate, all else equal."""
+    """Return the params of the next segment: num_tokens_to_generate and min_tokens are lowered by
+    the tokens generated. Raises EngineStateError if none is left to generate."""
     params = request.sampling_params
     if params is None:
         return None

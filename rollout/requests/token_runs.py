@@ -2,8 +2,8 @@
 
 OutputProcessor makes them. `rollout.apis`, `rollout.coordinator` and `rollout.serve` send, cut and
 join them. An attempt is one try of a request; if its engine fails, the next attempt continues on
-another engine. Columns that a request may lack (log-probs, ranks, top-n) are
-the REQUESTED_COLUMNS of rollout.requests.columns.
+another engine. Columns that a request may lack (log-probs, ranks, top-n) are the REQUESTED_COLUMNS
+of rollout.requests.columns.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return replace(self, offset=offset, **rest)
 
     def request_fields(self, params: SamplingParams) -> dict[str, Any]:
-        """Return the tokens as fields of a DynamicInferenceRequest, which then continues them.
+        """Return the tokens as fields of a new DynamicInferenceRequest that continues after them.
 
         Values that are not in a run, such as the tokens' times, have their placeholders.
         """
@@ -187,7 +187,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return fields
 
     def policy_spans(self, num_prompt_tokens: int) -> VersionSpans:
-        """Return the version of each token of the prompt and of the run, which begins after it."""
+        """Return the policy versions of a prompt of this length, followed by the run's."""
         spans = VersionSpans([(num_prompt_tokens, self.entry_version)])
         for version in self.policy_versions.tolist():
             spans.append(1, version)

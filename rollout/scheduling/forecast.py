@@ -33,9 +33,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the draw of request number `arrival`, from which `last_blocks` expects its length.
+    """Return the draw from which `last_blocks` derives the expected length of request `arrival`.
 
-    It is not random: the draws of many requests fill the unit exponential distribution evenly.
+    Draws are not random: those of many requests fill the unit exponential distribution evenly.
     """
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 

@@ -51,7 +51,8 @@ class _BlockedHead:
 
 
 class Scheduler:
-    """Implements `SchedulerInterface` of rollout.engine.protocols. Its parts alone write sequences.
+    """Implements `SchedulerInterface` of rollout.engine.protocols. Only it and its parts write
+    sequences.
 
     `schedule` may be called again before the result of its plan is known: `in_flight` has the
     planned steps without a result, oldest first. Each of `requests` is in `waiting`, or in
@@ -212,9 +213,7 @@ class Scheduler:
     def schedule_alone(self, request_id: int, weights_version: int) -> SchedulerOutput:
         """Plan a step of this request alone, whatever its place in the queue.
 
-        No plan may be in flight.
-
-        The request shares no cached prefix and forks no group.
+        No plan may be in flight. The request shares no cached prefix and forks no group.
         """
         sequence = self.requests[request_id]
         step = PlannedStep(self._next_step_id, weights_version)
