@@ -35,10 +35,8 @@ def describe(config: InferenceConfig) -> dict[str, str | int]:
 
 
 def status_bytes(field: str) -> int:
-    """Return a figure of this process in /proc/self/status, in bytes.
-
-    VmRSS is the resident memory, VmHWM its peak.
-    """
+    """Return a figure of this process in /proc/self/status, in bytes. VmRSS is the resident
+    memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
@@ -50,10 +48,8 @@ def reset_peak() -> int:
 
 
 def kind(machine: dict[str, str | int]) -> str:
-    """Return a file name's part, such as "amd-epyc-avx2-1thread", for a `describe` result.
-
-    Without the entry "threads" it ends before the threads.
-    """
+    """Return a file name's part, such as "amd-epyc-avx2-1thread", for a `describe` result. "threads"
+    may be missing."""
     threads = f"{machine['threads']}thread" if "threads" in machine else ""
     text = f"{machine['cpu']} {machine['instruction_set']} {threads}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -41,7 +41,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
     """Run `work` on a VirtualLoop and return its result. Its sleeps take no real time.
 
-    AssertionError is raised if it leaves an unfinished task.
+    It must leave no unfinished task.
     """
     loop = VirtualLoop()
     try:

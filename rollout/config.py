@@ -338,9 +338,7 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """Return the member of enum `kind` that `value` is, or whose value it is.
-
-    Raises ConfigError, naming the argument `name`, for any other value.
-    """
+    """Return the member of enum `kind` that `value` is, or whose value it is. Raises ConfigError,
+    naming the argument `name`, for any other value."""
     member: _E = check_value(name, value, kind, ConfigError)
     return member

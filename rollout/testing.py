@@ -109,10 +109,8 @@ class _Sample:
         request.context_kv_version_mean.append(fmean(self.kv))
 
     def end(self, version: int, error: RolloutError | None, tokenizer: Tokenizer | None) -> None:
-        """End the request: completed, or failed by `error` or the completion's own error.
-
-        Its text is decoded if there is a `tokenizer`.
-        """
+        """End the request: completed, or failed by `error` or the completion's own error. Decodes
+        its text if there is a `tokenizer`."""
         request, count = self.request, self.request.num_generated_tokens
         if self.completion.error is not None and error is None:
             error = RolloutError(self.completion.error)
@@ -439,10 +437,7 @@ class FakeAsyncLLM(AsyncControlCalls):
         *,
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Generate for prompts until all have ended, as AsyncLLM.generate does.
-
-        Cancelling the task aborts them.
-        """
+        """Generate until all prompts have ended. Cancelling the task aborts them."""
         groups, is_single = as_groups(prompts, sampling_params, n)
         with self.llm._submitted(groups, priority) as group_ids:
             while self._has_unfinished(group_ids):

@@ -18,10 +18,8 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str | None) -> bytes:
-    """Return the parent key of a request's first block, by the request's `cache_salt`.
-
-    Each salt has its own key, so prefixes with different salts never match.
-    """
+    """Return the parent key of a request's first block, by the request's `cache_salt`. Prefixes
+    with different salts never match."""
     if salt is None:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
@@ -195,10 +193,8 @@ class PrefixIndex:
             self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """Record that the block's last user has left.
-
-        Returns whether the block stays in the index, as an unused block. If not, it is free.
-        """
+        """Record that the block's last user has left. Returns whether the block stays in the index,
+        as an unused block; if not, it is free."""
         entry = self._by_block[block]
         if entry is None:
             return False

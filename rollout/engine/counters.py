@@ -33,10 +33,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(slots=True)
 class LatencyCounts:
-    """Number of latencies in each bucket of LATENCY_BOUNDS_S, and the sum of all in seconds.
-
-    The last bucket counts latencies above the largest bound.
-    """
+    """Number of latencies in each bucket of LATENCY_BOUNDS_S, and the sum of all in seconds. The
+    last bucket counts latencies above the largest bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     seconds: float = 0.0
@@ -140,10 +138,7 @@ class StepTimes:
             self._slowest_s[size] = seconds
 
     def longest_s(self, max_tokens: int) -> float:
-        """Return an upper bound for a step of `max_tokens`, in seconds; 0 if no step was measured.
-
-        Any thread may call it.
-        """
+        """Return an upper bound for a step of `max_tokens`, in seconds; 0 without measured steps."""
         bounds = (
             seconds * -(-max_tokens // size) for size, seconds in list(self._slowest_s.items())
         )
@@ -255,10 +250,8 @@ class EngineCounters:
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Count the positions of `spans` from `start` on by their age at `version`.
-
-    The last entry of `counts` counts all greater ages. O(runs).
-    """
+    """Count the positions of `spans` from `start` on by their age at `version`. The last of
+    `counts` has all greater ages. O(runs)."""
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)

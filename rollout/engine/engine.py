@@ -223,18 +223,12 @@ class Engine(ControlledEngine):
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return the ids of requests whose step failed and that no later step has cleared.
-
-        If there are none, return the ids of all running requests. The agent reports them when the
-        engine fails.
-        """
+        """Return the ids of requests whose step failed and that no later step has cleared, else of
+        all running requests. The agent reports them when the engine fails."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _take_ended(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
-        """Count and return the records of ended requests, and drop them from `outputs`.
-
-        After an exception `outputs` still has them.
-        """
+        """Count and return records of ended requests, and drop them unless an exception occurs."""
         records = self._outputs.ended(request_ids)
         try:
             for record in records:

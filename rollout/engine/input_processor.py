@@ -237,11 +237,8 @@ class InputProcessor:
     def _checked_ids(
         self, count: int, request_ids: Sequence[int] | None, in_use: Container[int]
     ) -> list[int]:
-        """Return the ids of `count` samples and reserve them.
-
-        Raises InvalidRequestError for ids that are not different integers of 64 bits, or are
-        `in_use`.
-        """
+        """Reserve and return the ids of `count` samples. Raises InvalidRequestError for ids that
+        are not different integers of 64 bits, or are `in_use`."""
         if request_ids is None:
             ids = list(range(self._next_id, self._next_id + count))
         else:
@@ -326,10 +323,8 @@ class InputProcessor:
         return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
-        """Return the token ids of each stop word.
-
-        Raises InvalidRequestError without a tokenizer, or for a word that encodes to no token.
-        """
+        """Return the token ids of each stop word. Raises InvalidRequestError without a tokenizer,
+        or for a word that encodes to no token."""
         if not params.stop_words:
             return ()
         if self._tokenizer is None:

@@ -106,10 +106,8 @@ class Suspension:
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released resources, or `only` one. May be called again if it fails.
-
-        Resources whose release failed midway are restored too.
-        """
+        """Restore all resources whose release began, or `only` one. May be called again if it
+        fails."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(RESOURCES, 0), bool(self._to_restore)
         for resource in (WEIGHTS, KV_CACHE):
@@ -131,9 +129,7 @@ class Suspension:
 
     def is_complete_with(self, only: str | None) -> bool:
         """Return whether everything is in place once `only` (None: all resources) is restored.
-
-        Raises ConfigError for an unknown resource.
-        """
+        Raises ConfigError for an unknown resource."""
         check_only(only)
         return only is None or all(resource == only for resource in self._to_restore)
 
@@ -232,10 +228,8 @@ def check_only(only: str | None) -> None:
 
 
 def check_resources(release: Sequence[str], *, discard: bool) -> None:
-    """Raise ConfigError unless `release` is a sequence of resource names.
-
-    With `discard` it must contain "weights".
-    """
+    """Raise ConfigError unless `release` is a sequence of resource names, with "weights" among them
+    if `discard`."""
     if isinstance(release, str) or not all(resource in RESOURCES for resource in release):
         raise ConfigError(f"release={release!r} must be a tuple of some of {list(RESOURCES)}")
     if discard and WEIGHTS not in release:

@@ -45,10 +45,8 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
-    """Return the CPU tensor that `encode_tensor` wrote.
-
-    Raises ProtocolError for an unknown dtype or a wrong number of bytes.
-    """
+    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError for an unknown dtype
+    or a wrong number of bytes."""
     dtype = getattr(torch, str(encoded["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"unknown tensor dtype {encoded['dtype']!r}")

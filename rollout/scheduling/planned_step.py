@@ -89,10 +89,7 @@ class PlannedStep:
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Add a row for each sequence that decodes: it computes its newest token and samples the
-        next.
-
-        These rows come before all others.
-        """
+        next. These rows come before all others."""
         assert not self.num_tokens, "decode rows come first"
         for sequence in sequences:
             sequence.num_in_flight += 1
@@ -132,10 +129,8 @@ class PlannedStep:
             self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Sample a token for `child` from the logits of `parent`, whose row was added last.
-
-        `child` shares the KV of `parent`.
-        """
+        """Sample a token for `child`, which shares the KV of `parent`, from the logits of `parent`,
+        whose row was added last."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
@@ -278,10 +273,7 @@ class PlannedStep:
         )
 
     def cache_blocks(self, kv_cache_manager: KVCacheManager) -> None:
-        """Put the blocks that the step has filled into the prefix index.
-
-        The caller has called `update_from_output`.
-        """
+        """Index the blocks that the step has filled. Called after `update_from_output`."""
         for sequence, _ in self.computed:
             # Also if the sequence has ended: it holds its blocks while the step is in flight, and
             # the children of its fork use them. But tokens sampled after its end are not known.

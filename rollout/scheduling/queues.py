@@ -143,10 +143,7 @@ class RunningRequests:
                 self._free(sequence)
 
     def release(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Free the rows and blocks of sequences and reset them to WAITING. Returns them in order.
-
-        The caller puts them into the queue.
-        """
+        """Free the rows and blocks of sequences, for the caller to queue. Returns them in order."""
         ordered = sorted(sequences, key=order_of)
         for sequence in ordered:
             assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
@@ -210,10 +207,8 @@ class RunningRequests:
         self._resume(step, [sequence])
 
     def _allocate_or_preempt(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence its blocks, preempting newer sequences if needed; else pause it.
-
-        Returns False if it cannot run in this step.
-        """
+        """Give the sequence its blocks, preempting newer ones if needed; else pause it. Returns
+        False if it cannot run in this step."""
         while not self._allocate(sequence, step):
             if not self._preempt_for(sequence, step):
                 self._pause(sequence, step)

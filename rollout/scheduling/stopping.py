@@ -1,7 +1,6 @@
 """check_stop: whether a request ends, from its tokens and, for stop words, from their text.
 
-PlannedStep calls it for tokens that may end a request. `rollout.engine.input_processor` makes the
-StopRule of each request.
+PlannedStep calls it for tokens that may end a request; InputProcessor makes each StopRule.
 """
 
 from __future__ import annotations
