@@ -179,9 +179,9 @@ def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
 
 
 def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
-    """Measure seconds from queued prompts to their first tokens, and the peak FLOP rate.
+    """Measure seconds from queued prompts to their first tokens, and FLOPs per second.
 
-    The second run counts. FLOPs are counted as if every prompt were computed whole; an engine may
+    The second of two runs counts. FLOPs are those of computing every prompt whole; an engine may
     compute less.
     """
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors

@@ -48,8 +48,8 @@ def reset_peak() -> int:
 
 
 def kind(machine: dict[str, str | int]) -> str:
-    """Return a file name's part, such as "amd-epyc-avx2-1thread", for a `describe` result. "threads"
-    may be missing."""
+    """Return a part of a file name, such as "amd-epyc-avx2-1thread", for a `describe` result.
+    "threads" may be missing."""
     threads = f"{machine['threads']}thread" if "threads" in machine else ""
     text = f"{machine['cpu']} {machine['instruction_set']} {threads}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

@@ -8,8 +8,8 @@
 
 A peer is another engine; a contestant is a peer or our engine, in a process of its own. Each peer
 is installed once, in its own environment below --cache, which takes minutes, and a quarter of an
-hour for llama.cpp. All contestants get the same number of threads. A peer must first generate our
-greedy tokens; then contestants take turns. With a large model, only one peer at a time is in memory
+hour for llama.cpp. All contestants get the same number of threads and take turns. In float32 a peer
+must first generate our greedy tokens. With a large model, only one peer at a time is in memory
 beside our engine. A peer that cannot be installed or cannot run here is listed with the reason.
 
 After each model and dtype, the day's Markdown page, JSON file and plot in --output are written. A
@@ -153,7 +153,7 @@ def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
 
 
 class LineDisplay:
-    """A progress bar that advances by the estimated seconds of each play."""
+    """A progress bar that advances by the estimated seconds of each run of a contestant."""
 
     def __init__(self, progress: Progress, line: Line, num_rounds: int) -> None:
         self._progress, self._line = progress, line

@@ -138,7 +138,7 @@ class StepTimes:
             self._slowest_s[size] = seconds
 
     def longest_s(self, max_tokens: int) -> float:
-        """Return an upper bound for a step of `max_tokens`, in seconds; 0 without measured steps."""
+        """Return an upper bound, in seconds, for a step of `max_tokens`; 0 if none was measured."""
         bounds = (
             seconds * -(-max_tokens // size) for size, seconds in list(self._slowest_s.items())
         )
