@@ -107,7 +107,7 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dict[str, float]:
-    """Run `measure` in a new process, with ROLLOUT_TUNE=`switch`. Returns its result.
+    """Run `measure` in a new process, with ROLLOUT_TUNE=`switch` or UNSET. Returns its result.
 
     The process finds compiled kernels in `folder`.
     """

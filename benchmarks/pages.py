@@ -1,4 +1,4 @@
-"""What programs of this folder that write a result page share: options, date, page, progress bar.
+"""Options, dates, pages and progress bars of the programs of this folder that write results.
 
 Writes a Markdown page, and a JSON file beside it.
 """

@@ -30,8 +30,8 @@ from trainer_hooks.trl_rollouts import TRLRollouts
 def compare(settings: JobSettings, num_rounds: int, directory: Path) -> dict[str, float]:
     """Return the median CPU seconds of a step of each kind, and the median ratio.
 
-    With one thread, the step takes as many seconds on an idle machine. The first step of each
-    trainer, which also warms up, is left out. `directory`: for the trainer's files.
+    Both kinds use one thread, so on an idle machine a step takes as many seconds. The first step of
+    each trainer, which also warms up, is left out. `directory`: for the trainer's files.
     """
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())

@@ -9,10 +9,9 @@
             check_fields(self, ConfigError)
 
 Used by every config, by SamplingParams and by command line options, in `rollout` and
-`trainer_hooks`. A `bool`, a `Literal`, an enum
-and a dataclass are ranges by themselves. A field of any other type, such as a number or a text,
-needs one of the types below, or `Annotated[kind, range]`: `check_fields` raises TypeError for a
-dataclass with a field that declares no range.
+`trainer_hooks`. A `bool`, a `Literal`, an enum and a dataclass are ranges by themselves. A field of
+any other type, such as a number or a text, needs one of the types below, or `Annotated[kind,
+range]`: `check_fields` raises TypeError for a dataclass with a field that declares no range.
 """
 
 from __future__ import annotations

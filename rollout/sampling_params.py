@@ -150,7 +150,7 @@ class SamplingParams:
         generates one token and drops it.
     num_tokens_total: limit on prompt and new tokens. Without a limit a request ends at the engine's
         longest sequence.
-    termination_id: the end token. None: the tokenizer's end token; -1: none.
+    termination_id: the end token. None: the end tokens of tokenizer and model; -1: no end token.
     stop_words: a string or several, which end the request when they occur in the generated text or
         among its tokens. They need a tokenizer, and are kept as a tuple.
     ignore_eos: the end token does not end the request.
