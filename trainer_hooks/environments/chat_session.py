@@ -1,6 +1,7 @@
 """ChatSession: answers an agent's chat completions and records them as the turns of one rollout.
 
-Used by agent_rollouts, whose subclasses connect it to a client or to ChatEndpoint.
+Used by AgentRollouts, which makes one for each rollout, by ChatEndpoint and by the client in
+`trainer_hooks.environments.verifiers`. It keeps the turns in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from trainer_hooks.environments.protocol import Message, ModelTurn
 from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
-# Settings that change a token's distribution, with the value for "off" in OpenAI's and vLLM's
-# protocols, where it differs from SamplingParams.
+# Settings that change a token's distribution. A value is the protocols' "off" (OpenAI's and
+# vLLM's), where SamplingParams has another one.
 _FIXED: dict[str, Any] = {
     "temperature": None,
     "top_p": 1.0,
@@ -30,7 +31,7 @@ _FIXED: dict[str, Any] = {
     "frequency_penalty": None,
     "repetition_penalty": None,
 }
-# Unsupported settings, with their values that ask for nothing, beside null.
+# Unsupported settings, with the values (besides null) that change nothing and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -81,8 +82,8 @@ class ChatSession:
 
     A reply is never tokenised again: a call whose messages continue those of an earlier call
     continues that token sequence, as in Conversation; other calls begin a new one. Calls may
-    overlap. `fault`: the first error of a call that must end the run, which a client may have
-    hidden from the environment.
+    overlap.
+    `fault`: the first error that must end the run, even if the environment's client hid it.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class ChatSession:
         self._has_failed_turn = False
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to `body`, a chat.completion with token ids and log-probs.
+        """Return the reply to the request `body`: a chat.completion with token ids and log-probs.
 
-        Honours `max_tokens`, `stop` and `stop_token_ids`; other sampling settings and seeds are the
-        producer's. Raises ContextTooLongError, TurnFailedError, ConfigError for unsupported
-        settings, and errors of generation.
+        `max_tokens`, `stop` and `stop_token_ids` of the body hold in addition to the producer's;
+        other sampling settings and seeds are the producer's. Raises ContextTooLongError,
+        TurnFailedError, ConfigError for unsupported settings, and errors of generation.
         """
         try:
             # A client of the openai package sends the keys of extra_body at the top level.
@@ -122,9 +123,9 @@ class ChatSession:
             raise
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return all turns as a Rollout; `fields` are further fields of it, such as `reward`.
+        """Return all turns as a Rollout. `fields`: further fields of the Rollout, such as `reward`.
 
-        It has failed if there is no turn, or if a turn's request failed.
+        It is a failed one if there is no turn, or if a turn's request failed.
         """
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
@@ -138,7 +139,7 @@ class ChatSession:
         return Rollout(requests, sequence_starts=starts or (0,), **fields)
 
     def clear(self) -> None:
-        """Discard all turns so far, when the agent begins again."""
+        """Discard all turns so far, before the agent starts again."""
         self._lanes, self._has_failed_turn = [], False
 
     async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +169,7 @@ class ChatSession:
         }
 
     def _idle_lane(self, tools: Sequence[Mapping[str, Any]]) -> _Lane:
+        """Return an idle conversation with the same tools, else a new one."""
         key = json.dumps(list(tools), sort_keys=True)
         for lane in self._lanes:
             if lane.tools == key and not lane.is_busy:
@@ -177,8 +179,9 @@ class ChatSession:
         return self._lanes[-1]
 
     def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of SamplingParams that a body sets. Raises ConfigError for unsupported
-        settings.
+        """Return the fields of SamplingParams that a body changes.
+
+        Raises ConfigError for unsupported settings.
         """
         params = self._llm.sampling_params
         for name, off in _FIXED.items():

@@ -1,6 +1,7 @@
 """Conversation: turns chat messages into token ids without tokenising sampled text again.
 
-Used by episodes and chat_session, and by rollout functions of one's own.
+Used by EnvironmentRollouts and Episode, by ChatSession, and by users' rollout functions. It keeps
+the conversation's text, ids and requests in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ class Conversation:
     The template renders all messages as text, and each turn of the model as exactly the text that
     it generated. If that text extends the previous text, the ids are the previous ids, the sampled
     ids, and the ids of the new text alone. If it does not (templates that drop earlier thinking,
-    edited messages), the whole text is tokenised and begins a new token sequence, whose index goes
-    to `sequence_starts`. So every prompt is exactly what the template makes of the messages.
+    edited messages), the whole text is tokenised and starts a new token sequence. So every prompt
+    is exactly what the template makes of the messages.
     If a template refuses the model's markup in a message, it gets thoughts and calls separately.
     Special tokens come only from the template and the model: where another message contains the
-    text of one, such as "<|im_end|>", it is tokenised as plain text.
-    `requests`: the model's turns, in order.
+    text of a special token, such as "<|im_end|>", it is tokenised as plain text.
+    `requests`: the model's turns, in order. `sequence_starts`: index in `requests` of the first
+    turn of each token sequence.
     """
 
     def __init__(
@@ -92,8 +94,7 @@ class Conversation:
         return list(self._ids)
 
     def add(self, request: DynamicInferenceRequest) -> ModelTurn:
-        """Return the turn that the model generated on the prompt of the last `prompt` call, and
-        record it.
+        """Record the finished `request` of the last `prompt`. Returns its turn.
 
         Raises ConfigError for a request with another prompt.
         """
@@ -143,15 +144,13 @@ class Conversation:
             return str(render([self._apart(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return the turns so far as a Rollout; `fields` are further fields of it, such as
-        `reward`.
-        """
+        """Return the turns so far as a Rollout. `fields`: its further fields, such as `reward`."""
         starts = [start for start in self.sequence_starts if start < len(self.requests)]
         return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
 
     def _as_said(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; a turn of the model carries the text that it
-        generated.
+        """Return the message for the template, with the generated text if it is a turn of the
+        model.
         """
         turn = self._said.get(index)
         if turn is not None and _is_of(message, turn):
@@ -159,8 +158,8 @@ class Conversation:
         return {name: self._without_special(value) for name, value in message.items()}
 
     def _apart(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; a turn of the model is split into thoughts, content
-        and calls.
+        """Return the message for the template, split into thoughts, content and calls if it is a
+        turn of the model.
         """
         turn = self._said.get(index)
         if turn is None or not _is_of(message, turn):
@@ -202,8 +201,9 @@ class Conversation:
 
 
 def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
-    """Return the reply format that a chat template shows; by default thoughts stand in <think>
-    tags.
+    """Return the reply format that the tokenizer's chat template shows.
+
+    Thoughts stand in <think> tags if the template shows none.
     """
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
