@@ -123,7 +123,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return sorted(by_age[: self._rules.num_groups], key=lambda group: group.ticket)
 
     def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
-        """Return a sort key: groups with the oldest tokens, then the most reissued prompts first."""
+        """Return a sort key: groups with the oldest tokens first, then often reissued prompts."""
         return (self._oldest_version(group), -group.num_reissues, group.ticket)
 
     def _oldest_version(self, group: ScoredGroup) -> int:
