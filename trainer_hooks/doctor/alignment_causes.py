@@ -52,10 +52,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def padding_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield hypotheses of faulty passes over padded or packed rows.
-
-    Padding is tried only if rows differ in length, packing only if there are several rows.
-    """
+    """Yield hypotheses of faulty passes over padded rows (of unequal lengths) or packed rows."""
     tokens, model = case.tokens, case.trainer_model
     lengths = [len(row) for row in tokens.rows]
     width = max(lengths)
@@ -149,9 +146,8 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """Return the logits of `_right_padded` without an attention mask.
-
-    Without one, transformers starts a new sequence where the position ids jump.
+    """Return the logits of `_right_padded` without an attention mask, for which transformers starts
+    a new sequence where the position ids jump.
     """
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)

@@ -39,8 +39,8 @@ _USAGE_ERROR = 2  # argparse's own
 class RunFiles:
     """The files of a run that a diagnosis needs.
 
-    `model`: the checkpoint whose weights sampled `batch`; None if it was deleted.
-    `older`: earlier checkpoints by weights version.
+    `model`: the checkpoint whose weights sampled `batch`; None if it was deleted. `older`: earlier
+    checkpoints by weights version.
     """
 
     batch: Path
@@ -68,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine_files(given: argparse.Namespace) -> Diagnosis:
-    """Return the diagnosis of the files that the parsed arguments name.
-
-    Raises ConfigError for unfit files.
-    """
+    """Return the diagnosis of the files in the arguments. Raises ConfigError for unfit files."""
     older = dict(_version_and_path(pair) for pair in given.older)
     path, model_path = given.path, given.model
     if path.is_dir():
@@ -98,7 +95,7 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
 
 
 def files_of_run(directory: Path) -> RunFiles:
-    """Return the files of a run's newest batch whose checkpoint exists; if none does, its newest.
+    """Return the files of a run's newest batch that still has its checkpoint, else of the newest.
 
     Raises ConfigError for a run without batches.
     """
@@ -175,9 +172,8 @@ _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 class SavedRollouts:
     """The contents of a file of `save_rollouts`.
 
-    `sources`: one rollout for each row of `batch`; None if none were saved.
-    `weights_version`: version of the weights with which to examine the batch.
-    `temperature`: the trainer's.
+    `sources`: one rollout for each row of `batch`; None if none were saved. `weights_version`:
+    version of the weights with which to examine the batch. `temperature`: the trainer's.
     """
 
     batch: RolloutBatch
@@ -228,11 +224,11 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
 
 
 class BatchFiles:
-    """Saves a batch for each checkpoint of a run: the first of which its weights sampled half.
+    """Saves one batch for each checkpoint of a run: the first batch of which the checkpoint's
+    weights sampled at least half, if there is one before the next checkpoint.
 
-    A checkpoint without such a batch before the next checkpoint gets none. A file is named after
-    the checkpoint's step, in the run's directory `batches`. The newest NUM_KEPT files are kept.
-    `checkpoint_interval`: training steps from one checkpoint to the next.
+    A file is named after the checkpoint's step, in the run's directory `batches`. The newest
+    NUM_KEPT files are kept. `checkpoint_interval`: training steps between two checkpoints.
     """
 
     def __init__(self, directory: Path, temperature: float, checkpoint_interval: int) -> None:

@@ -50,9 +50,8 @@ Verdict = Literal["sound", "fault", "inconclusive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault, with its evidence and remedy.
+    """One fault, with the side that has it, evidence and remedy.
 
-    `side`: which side is at fault.
     `share`: part of the squared gap that the fault explains; None if that was not measured.
     `is_whole`: whether the fault explains the gap up to rounding.
     """
@@ -128,9 +127,9 @@ def diagnose(
     `max_tokens`: most tokens to examine, in rows evenly spread over the batch, but at least one
     row. Their logits are held in memory.
 
-    Costs a forward pass per row and model, one in float64 and, if there is a fault, one per
-    hypothesis. Raises ConfigError for a batch without trained tokens, for a token id outside the
-    model's vocabulary, and for inputs that do not fit the batch's rows.
+    Makes some forward passes over each row, and if there is a fault more for each hypothesis.
+    Raises ConfigError for a batch without trained tokens, for a token id outside the model's
+    vocabulary, and for inputs that do not fit the batch's rows.
     """
     turns_of_all = None if sources is None else turns_of_rows(sources)
     check_rows(batch, turns_of_all, prompt_ids, trainer_logprobs_BT)
@@ -189,9 +188,7 @@ def engine_case(
 
 
 def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
-    """Return the trainer's case: its own log-probs of the examined rows, to be compared with those
-    of its weights.
-    """
+    """Return the trainer's case: its own log-probs, with those of its weights as reference."""
     reference, tokens = engine.reference, engine.tokens
     return replace(
         engine,
@@ -233,7 +230,7 @@ def rounding_in(
 ) -> Tolerance:
     """Return the gap that rounding explains if one side computes in `dtype`.
 
-    It is measured on these tokens: the trained weights in `dtype` against the same in float64.
+    It is measured on these tokens, by the trained weights in `dtype` and in float64.
     """
     trainer = models[tokens.train_version]
     logprobs_N = reference.trainer_N
@@ -434,8 +431,8 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """Return how many tokens `is_own_N` selects, and their gaps to the trainer's and to the
-    stamped weights. A gap is None if no token has a known reference.
+    """Return the number of tokens in `is_own_N`, and their gaps to the trainer's and to the stamped
+    weights, None where these are unknown.
     """
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]

@@ -32,9 +32,8 @@ from trainer_hooks.doctor.tokens import ExaminedTokens, Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A fault of the batch, with its evidence and remedy.
+    """A fault of the batch, with its evidence and remedy, in `num_rows` rows.
 
-    `num_rows`: number of affected rows.
     `hides_logprobs`: the log-probs do not belong to the batch's tokens, so they are not examined.
     """
 
@@ -51,10 +50,10 @@ def facts_of(
     prompt_ids: Sequence[Sequence[int]] | None,
     end_ids: Sequence[int],
 ) -> Iterator[Fact]:
-    """Yield faults of the batch's masks and tokens. Drawn tokens are judged by `draw_facts`.
+    """Yield faults of the batch's masks and tokens.
 
-    `turns`: the requests of each row; None leaves out the comparison with them.
-    `prompt_ids`: the trainer's own prompts; None leaves out the comparison with them.
+    `turns`: each row's requests, and `prompt_ids`: the trainer's own prompts, to compare with. None
+    leaves the comparison out.
     """
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))

@@ -1,7 +1,8 @@
-"""Forward passes of a trainer's model over single rows without padding, and copies for them.
+"""Forward passes of a trainer's model over single rows without padding, and copies of the model.
 
-Used by the doctor's `diagnosis`, `reference` and the three modules `*_causes`. The models' weights
-are not changed; two context managers hook a model's head for as long as they run.
+Used by `trainer_hooks.doctor.diagnosis`, `trainer_hooks.doctor.reference` and the modules of
+hypotheses: alignment_causes, sampling_causes, weight_causes. Weights are not changed; `head_in` and
+`head_of_embeddings` hook a model's head during a block.
 
 Shape letters: T positions of a row, V vocabulary, C examined columns of a row, N tokens.
 """
@@ -112,10 +113,7 @@ def _batched(model: nn.Module, values_T: Tensor) -> Tensor:
 
 
 def chosen_logprobs(logits_NV: Tensor, id_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log_softmax(logits / temperature) at each token's id, float64 [N].
-
-    It is computed in the dtype of the logits.
-    """
+    """Return log_softmax(logits / temperature) of each token as float64 [N]."""
     scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
     chosen_N = scaled_NV.gather(1, id_N[:, None]).squeeze(1)
     return (chosen_N - scaled_NV.logsumexp(dim=1)).double()
@@ -127,10 +125,7 @@ def model_logits(model: nn.Module, tokens: ExaminedTokens) -> Tensor:
 
 
 def model_logprobs(model: nn.Module, tokens: ExaminedTokens, temperature: float) -> Tensor:
-    """Return the model's log-probs of the tokens, as float64 [N].
-
-    The pass runs in the model's dtype, the softmax in at least float32.
-    """
+    """Return the model's log-probs of the tokens as float64 [N]. The pass has the model's dtype."""
     # Row by row, since the float64 logits of all tokens would take the most memory.
     parts = []
     for row, tokens_T in enumerate(tokens.rows):

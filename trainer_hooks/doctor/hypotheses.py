@@ -1,7 +1,7 @@
 """Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
 
-Used by `trainer_hooks.doctor.diagnosis`, which tests them, and by the doctor's three modules
-`*_causes`, which yield them.
+Used by `trainer_hooks.doctor.diagnosis`, which tests them, and by alignment_causes, sampling_causes
+and weight_causes, which yield them.
 
 Shape letters: N tokens.
 """
@@ -139,10 +139,8 @@ def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[
 
 
 def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Return the explanations, the best first.
-
-    Predicted values that leave only rounding come first, then main causes, then the largest shares
-    (less `_LESS_THAN_VALUES`).
+    """Return the explanations, the best first: predicted values that leave only rounding, then main
+    causes, then by share, less `_LESS_THAN_VALUES`.
     """
 
     def quality(tried: Explanation) -> tuple[bool, bool, float]:
@@ -180,9 +178,8 @@ def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> T
     """Return the bounds that follow from measured rounding errors.
 
     `noise_N`: the errors. `largest_logprob`: largest magnitude of a log-prob, for its rounding to
-    float32. `longest_sum`: number of products in the longest sum of a pass.
-    The largest of N Gaussian differences is sqrt(2 ln 2N) times their deviation. The largest
-    measured error counts instead if it is larger.
+    float32. `longest_sum`: from `longest_sum_of`. The largest of N Gaussian differences is
+    sqrt(2 ln 2N) times their deviation; a larger measured error counts instead.
     """
     factor = math.sqrt(1.0 + longest_sum / math.log2(max(longest_sum, 2)))
     rounding = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)

@@ -1,6 +1,6 @@
 """The log-probs that a batch should have, given the weights versions stamped on its tokens.
 
-Used by the doctor's `diagnosis`; `hypotheses`, `facts` and `sampling_causes` read a Reference.
+Used by `trainer_hooks.doctor.diagnosis`. hypotheses, facts and sampling_causes read a Reference.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -44,10 +44,7 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """Return the log-probs that the version stamps of the tokens imply.
-
-    `models`: float32 models by version, the trainer's among them.
-    """
+    """Return the log-probs that the tokens' version stamps imply. `models`: float32, by version."""
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version

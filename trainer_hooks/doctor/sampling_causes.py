@@ -1,6 +1,7 @@
 """Hypotheses that log-probs have another temperature, truncation, penalties or biases.
 
-Used by the doctor's `diagnosis`, and by `facts` to find truncation in the drawn tokens.
+Used by `trainer_hooks.doctor.diagnosis`, and by `trainer_hooks.doctor.facts` to find truncation in
+the drawn tokens.
 
 Shape letters: N tokens, V vocabulary, H tokens of the longest history.
 """
@@ -34,8 +35,7 @@ RESHAPING_REMEDY = (
 
 
 def temperature_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the log-probs have another temperature, with the best fit from 0.1
-    to 10.
+    """Yield the hypothesis that the log-probs have another temperature, the best fit in [0.1, 10].
 
     A fit of 1 suggests that the engine ran with logprobs_mode="raw".
     """
@@ -114,10 +114,9 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
 
 
 def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch) -> Tensor:
-    """Return the reference's log-probs after the truncation, penalties and biases that the requests
-    declare, float64 [N].
+    """Return the reference's log-probs after the declared truncation, penalties and biases.
 
-    `min_tokens` is not applied. Tokens with unknown sampling parameters keep their log-probs.
+    Float64 [N]. `min_tokens` is not applied. Tokens of unknown sampling parameters are unchanged.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -287,10 +286,9 @@ def penalized_logprobs(
 def minimize(
     function: Callable[[float], float], low: float, high: float, in_logarithms: bool = True
 ) -> float:
-    """Return the argument in [low, high] with about the least value.
+    """Return the argument in [low, high] with the least value, by a grid and golden-section search.
 
-    A grid of 25 points brackets it for a golden-section search. `in_logarithms`: search on a
-    logarithmic scale.
+    `in_logarithms`: search on a logarithmic scale.
     """
     into, back = (math.log, math.exp) if in_logarithms else (float, float)
     start, end = into(low), into(high)
@@ -313,9 +311,7 @@ def level_text(top_k: int, top_p: float, min_p: float) -> str:
 
 
 def reshaping_name(params: SamplingParams) -> str:
-    """Return the finding's name for declared settings: "truncation" if they truncate, else
-    "penalties".
-    """
+    """Return a finding's name: "truncation" if the settings truncate, else "penalties"."""
     truncates = params.top_k > 0 or 0.0 < params.top_p < 1.0 or params.min_p > 0.0
     return "truncation" if truncates else "penalties"
 

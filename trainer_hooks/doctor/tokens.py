@@ -80,9 +80,7 @@ class ExaminedTokens:
 
 
 def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
-    """Return the requests of each batch row. `collate_rollouts` makes a row of each token sequence
-    of `sources`.
-    """
+    """Return the requests of each batch row: one row for each token sequence of `sources`."""
     return [turns for source in sources for turns in as_rollout(source).sequences]
 
 
@@ -98,10 +96,8 @@ def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
 
 
 def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
-    """Return the indices of rows evenly spread over the batch.
-
-    They have at most `max_tokens` trained tokens, but there is at least one row. Raises ConfigError
-    if no token of the batch is trained on.
+    """Return the indices of rows evenly spread over the batch: as many as have `max_tokens` trained
+    tokens at most, but at least one. Raises ConfigError if no token is trained on.
     """
     counts_B = batch.mask_BT.sum(1)
     rows = counts_B.nonzero().flatten()

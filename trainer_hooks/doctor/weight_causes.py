@@ -27,10 +27,7 @@ LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Return all tokens' log-probs [N] by version of the weights that computes them.
-
-    Returns {} if there is only one version.
-    """
+    """Return all tokens' log-probs [N] by each version of the weights; {} if there is only one."""
     if len(case.models) == 1:
         return {}
     tokens, reference = case.tokens, case.reference
@@ -43,7 +40,7 @@ def logprobs_by_version(case: Case) -> dict[int, Tensor]:
 
 
 def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield a hypothesis for each version of the weights: that it computed all log-probs.
+    """Yield for each version of the weights the hypothesis that it computed all log-probs.
 
     `by_version`: the result of `logprobs_by_version`.
     """
@@ -176,8 +173,8 @@ def place_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
-    """Return kinds of places in a rollout by name: which tokens stand there, bool [N], and the
-    evidence and remedy of a fault that is only there.
+    """Return kinds of places in a rollout by name: which tokens are there, bool [N], and evidence
+    and remedy of a fault that is only there.
     """
     tokens = case.tokens
     turns = [tokens.turn_of(i) for i in range(len(tokens))]
