@@ -58,14 +58,11 @@ class AgentRollouts(ABC):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> Self:
-        """Return the environment `name` of an installed package, created with `args`.
-
-        `options`: further arguments of the class.
-        """
+        """Return the environment `name` of an installed package. `options`: of the class itself."""
 
     @abstractmethod
     def prompts(self) -> Sequence[PromptItem]:
-        """Return the prompts to train on; `run` gets the columns of one."""
+        """Return the prompts to train on. The columns of a prompt go to `run`."""
 
     @abstractmethod
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:

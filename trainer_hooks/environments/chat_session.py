@@ -69,8 +69,8 @@ class TurnFailedError(RolloutError):
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """A conversation and the tools that its template shows. One call at a time uses it."""
+class _OpenConversation:
+    """A conversation, and the JSON of its tools. One call at a time uses it."""
 
     conversation: Conversation
     tools: str
@@ -95,7 +95,7 @@ class ChatSession:
         """`tokenizer`: one of transformers with a chat template."""
         self._llm, self._tokenizer = llm, tokenizer
         self._template_options = template_options
-        self._lanes: list[_Lane] = []
+        self._open: list[_OpenConversation] = []
         self._num_calls = 0
         self.fault: Exception | None = None
         self._has_failed_turn = False
@@ -125,13 +125,13 @@ class ChatSession:
     def rollout(self, **fields: Any) -> Rollout:
         """Return all turns as a Rollout. `fields`: further fields of the Rollout, such as `reward`.
 
-        It is a failed one if there is no turn, or if a turn's request failed.
+        The Rollout has failed if there is no turn, or if a turn's request failed.
         """
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
-        for lane in self._lanes:
-            if lane.conversation.requests:
-                turns = lane.conversation.rollout()
+        for opened in self._open:
+            if opened.conversation.requests:
+                turns = opened.conversation.rollout()
                 starts += [len(requests) + start for start in turns.sequence_starts]
                 requests += turns.requests
         if fields.get("failure") is None and (self._has_failed_turn or not requests):
@@ -140,19 +140,19 @@ class ChatSession:
 
     def clear(self) -> None:
         """Discard all turns so far, before the agent starts again."""
-        self._lanes, self._has_failed_turn = [], False
+        self._open, self._has_failed_turn = [], False
 
     async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        lane = self._idle_lane(body.get("tools") or ())
-        lane.is_busy = True
+        opened = self._idle_conversation(body.get("tools") or ())
+        opened.is_busy = True
         try:
-            ids = lane.conversation.prompt([_plain(message) for message in body["messages"]])
+            ids = opened.conversation.prompt([_plain(message) for message in body["messages"]])
             request = await self._llm.generate(ids, **changes)
             if not request.succeeded():
                 raise _error_of(request)
-            turn = lane.conversation.add(request)
+            turn = opened.conversation.add(request)
         finally:
-            lane.is_busy = False
+            opened.is_busy = False
         self._num_calls += 1
         return {
             "id": f"chatcmpl-{self._num_calls}",
@@ -168,20 +168,20 @@ class ChatSession:
             },
         }
 
-    def _idle_lane(self, tools: Sequence[Mapping[str, Any]]) -> _Lane:
+    def _idle_conversation(self, tools: Sequence[Mapping[str, Any]]) -> _OpenConversation:
         """Return an idle conversation with the same tools, else a new one."""
         key = json.dumps(list(tools), sort_keys=True)
-        for lane in self._lanes:
-            if lane.tools == key and not lane.is_busy:
-                return lane
+        for opened in self._open:
+            if opened.tools == key and not opened.is_busy:
+                return opened
         conversation = Conversation(self._tokenizer, tools, self._template_options)
-        self._lanes.append(_Lane(conversation, key))
-        return self._lanes[-1]
+        self._open.append(_OpenConversation(conversation, key))
+        return self._open[-1]
 
     def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of SamplingParams that a body changes.
 
-        Raises ConfigError for unsupported settings.
+        Raises ConfigError for settings that are not supported.
         """
         params = self._llm.sampling_params
         for name, off in _FIXED.items():
@@ -235,9 +235,7 @@ def _choice(request: DynamicInferenceRequest, turn: ModelTurn, has_tools: bool) 
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return the message with its text parts joined. Raises ConfigError for parts that are not
-    text.
-    """
+    """Return the message with its text parts joined. Raises ConfigError for other parts."""
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, (list, tuple)):

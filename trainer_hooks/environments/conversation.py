@@ -75,7 +75,7 @@ class Conversation:
         self._text = ""
         self._ids: list[int] = []
         self._end_text = ""  # text of the token that ended the last turn
-        self._said: dict[int, ModelTurn] = {}  # turns by the index of their message
+        self._turns: dict[int, ModelTurn] = {}  # turns by the index of their message
         self._num_messages = 0
         self.requests: list[DynamicInferenceRequest] = []
         self.sequence_starts: list[int] = []
@@ -94,7 +94,7 @@ class Conversation:
         return list(self._ids)
 
     def add(self, request: DynamicInferenceRequest) -> ModelTurn:
-        """Record the finished `request` of the last `prompt`. Returns its turn.
+        """Record the finished request of the last `prompt` call, and return its turn.
 
         Raises ConfigError for a request with another prompt.
         """
@@ -120,7 +120,7 @@ class Conversation:
             tool_calls=reply.calls,
             malformed_calls=reply.malformed,
         )
-        self._said[self._num_messages] = turn
+        self._turns[self._num_messages] = turn
         return turn
 
     def _rendered(self, messages: Sequence[Message]) -> str:
@@ -137,44 +137,40 @@ class Conversation:
             **self._options,
         )
         try:
-            return str(render([self._as_said(i, each) for i, each in enumerate(messages)]))
+            return str(render([self._as_generated(i, each) for i, each in enumerate(messages)]))
         except TemplateError:
-            if not self._said:
+            if not self._turns:
                 raise
-            return str(render([self._apart(i, each) for i, each in enumerate(messages)]))
+            return str(render([self._split(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
         """Return the turns so far as a Rollout. `fields`: its further fields, such as `reward`."""
         starts = [start for start in self.sequence_starts if start < len(self.requests)]
         return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
 
-    def _as_said(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template, with the generated text if it is a turn of the
-        model.
-        """
-        turn = self._said.get(index)
+    def _as_generated(self, index: int, message: Message) -> dict[str, Any]:
+        """Return the message for the template; for a turn of the model, its generated text."""
+        turn = self._turns.get(index)
         if turn is not None and _is_of(message, turn):
             return {"role": "assistant", "content": turn.text}
         return {name: self._without_special(value) for name, value in message.items()}
 
-    def _apart(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template, split into thoughts, content and calls if it is a
-        turn of the model.
+    def _split(self, index: int, message: Message) -> dict[str, Any]:
+        """Return the message for the template; for a turn of the model, its thoughts, content and
+        calls.
         """
-        turn = self._said.get(index)
+        turn = self._turns.get(index)
         if turn is None or not _is_of(message, turn):
             return {name: self._without_special(value) for name, value in message.items()}
-        apart: dict[str, Any] = {"role": "assistant", "content": turn.content}
+        parts: dict[str, Any] = {"role": "assistant", "content": turn.content}
         if turn.reasoning:
-            apart |= {"thinking": turn.reasoning, "reasoning_content": turn.reasoning}
+            parts |= {"thinking": turn.reasoning, "reasoning_content": turn.reasoning}
         if turn.tool_calls:
-            apart["tool_calls"] = [_as_object(call) for call in turn.tool_calls]
-        return apart
+            parts["tool_calls"] = [_as_object(call) for call in turn.tool_calls]
+        return parts
 
     def _without_special(self, value: Any) -> Any:
-        """Return `value` with a cut in the text of each special token, also inside lists and
-        mappings.
-        """
+        """Return `value` with a cut in the text of each special token, also in nested values."""
         if isinstance(value, str):
             return (
                 value
@@ -201,10 +197,7 @@ class Conversation:
 
 
 def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
-    """Return the reply format that the tokenizer's chat template shows.
-
-    Thoughts stand in <think> tags if the template shows none.
-    """
+    """Return the reply format that the chat template shows, by default with <think> tags."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         named = "tool_use" if has_tools and "tool_use" in template else "default"

@@ -36,9 +36,8 @@ class EpisodeLimits:
     `max_turns`: turns of the model.
     `max_total_tokens`: tokens of one prompt and its turn; None leaves the limit to the engine,
     where a longer request fails.
-    `step_timeout_s`: time of each call of the environment; None sets no limit.
-    `rollout_timeout_s`: wall time of the whole rollout, including pauses of the engines; None sets
-    no limit.
+    `step_timeout_s`: time of each call of the environment. `rollout_timeout_s`: wall time of the
+    whole rollout, including pauses of the engines. None sets no limit.
     """
 
     max_turns: PositiveInt = 16
@@ -63,8 +62,8 @@ class EnvironmentRollouts:
     A fault (the environment raises, hangs or is closed, or a request fails) fails its rollout alone
     and sets the rollout's `failure` to the kind of fault.
     `state` of a rollout has "end" (done, length, max_turns, max_total_tokens, failure), num_turns,
-    num_tool_calls, num_bad_tool_calls, and the environment's own state as "environment"; after a
-    fault the error instead.
+    num_tool_calls, num_bad_tool_calls, and the environment's own state as "environment", or after a
+    fault "error".
     A cancelled rollout aborts its request and releases its environment.
     """
 
@@ -117,9 +116,7 @@ class EnvironmentRollouts:
         return Conversation(self._tokenizer, tools, self._options)
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
-        """Close the environments; those in use are closed when their rollout ends. May be called
-        twice.
-        """
+        """Close the environments, those in use when their rollout ends. May be called twice."""
         await self._pool.aclose(timeout_s)
 
     async def __aenter__(self) -> EnvironmentRollouts:
@@ -142,9 +139,7 @@ def first_messages(columns: Mapping[str, Any], prompt: Any) -> list[Message]:
 
 
 class Episode:
-    """One rollout in an environment: its messages, rewards, counts of tool calls, and how it
-    ended.
-    """
+    """One rollout in an environment: its messages, rewards, counts of tool calls, and its end."""
 
     def __init__(
         self,

@@ -32,13 +32,11 @@ class EnvironmentFailed(RolloutError):
 
 
 class FaultCounter:
-    """Logs the faults of an environment's rollouts, and fails the run if no rollout ever
-    succeeds.
-    """
+    """Logs the faults of an environment's rollouts. Ends the run if no rollout ever succeeds."""
 
     def __init__(self, name: str, max_first_failures: int) -> None:
         """`name`: the environment's. `max_first_failures`: number of failed rollouts without any
-        success that fails the run.
+        success that ends the run.
         """
         self._name, self._max_first_failures = name, max_first_failures
         self._log = FailureLog(f"environment {name}")
@@ -49,9 +47,7 @@ class FaultCounter:
         self._has_succeeded = True
 
     def add(self, fault: EnvironmentFault) -> None:
-        """Log and count a fault. Raises EnvironmentFailed for the `max_first_failures`th, if no
-        rollout has succeeded.
-        """
+        """Log and count a fault. Raises EnvironmentFailed if too many came before a success."""
         cause = fault.__cause__ or fault
         self._log.add(cause)
         if self._has_succeeded:

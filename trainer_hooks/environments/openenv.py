@@ -72,10 +72,7 @@ class OpenEnvironment(Environment):
         )
 
     def reward(self) -> float | None:
-        """Return 0, since the steps' rewards are added to it; None if no step had a reward.
-
-        An episode without steps has the reward 0.
-        """
+        """Return 0, to which the steps' rewards are added; None if there were steps without any."""
         has_reward = not self._rewards or any(each is not None for each in self._rewards)
         return 0.0 if has_reward else None
 

@@ -82,10 +82,7 @@ class HostedEnvironment:
         return result
 
     async def close(self) -> None:
-        """Close the instance when its last method has returned, and end the thread.
-
-        An error of the environment's `close` is logged.
-        """
+        """Close the instance when its last method has returned, and end the thread. Logs errors."""
         try:
             if self._task is not None and not self._task.done():
                 await asyncio.wait({self._task})

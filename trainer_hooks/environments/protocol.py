@@ -69,10 +69,10 @@ class Environment(Protocol):
     """An environment that the model acts in, one episode at a time. Derive from it, or implement
     its members.
 
-    Each method may be async. Methods that are not run in the instance's own thread, so they may
-    block. An instance serves one rollout at a time; after an episode without a fault it is reset
-    for another. An exception fails the rollout, except that the model reads a ToolCallError of
-    `step`, and a ConfigError ends the run.
+    Each method may be async. Methods that are not async run in the instance's own thread, so they
+    may block. An instance serves one rollout at a time. After an episode without a fault it is
+    reset for another. An exception fails the rollout. But a ConfigError ends the run, and the model
+    reads a ToolCallError of `step`.
     `tools`: schemas of the tools that the model may call, in OpenAI's form; read after each reset.
     """
 

@@ -62,9 +62,7 @@ class PythonResult:
     stopped_by: str | None = None
 
     def __str__(self) -> str:
-        """Return the output, and a line in brackets if the program was stopped, for a model to
-        read.
-        """
+        """Return the output for a model, with a line in brackets if the program was stopped."""
         if self.stopped_by is None:
             return self.output
         separator = "\n" if self.output and not self.output.endswith("\n") else ""

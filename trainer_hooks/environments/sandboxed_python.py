@@ -182,9 +182,7 @@ def _is_closed(end_of_pipe: int) -> bool:
 
 
 def _make_namespaces() -> bool:
-    """Enter new user, mount, IPC, network and process namespaces. Returns False if the kernel
-    refuses.
-    """
+    """Enter new user, mount, IPC, network and process namespaces. Returns False if refused."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_NAMESPACES):
         return False

@@ -189,8 +189,9 @@ def _import_verifiers() -> Any:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Restore this process's signal handlers after the block: verifiers' environments replace
-    them.
+    """Restore this process's signal handlers after the block, in which verifiers replaces them.
+
+    Raises ConfigError outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("verifiers makes environments in the main thread only")

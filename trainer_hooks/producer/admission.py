@@ -86,9 +86,7 @@ class OpenBatch(GroupPool):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the batch has all its groups, or all that the last prompts give. False after an
-        error.
-        """
+        """Whether the batch has all its groups, or all that the last prompts give, and no error."""
         is_full = len(self.finished) >= self._rules.num_groups
         no_more = not self.running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)

@@ -71,9 +71,7 @@ class TrainingBatch:
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:
-    """Return the mean number of updates between the KV that a trained token attended to and its
-    training; 0 without trained tokens.
-    """
+    """Return the trained tokens' mean of policy lag + KV lag, in versions; 0 without tokens."""
     lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 

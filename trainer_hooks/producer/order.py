@@ -15,10 +15,7 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """How a batch was made.
-
-    `admitted_at_version`: as in TrainingBatch. `counts`: as in GroupPool, up to this batch.
-    """
+    """How a batch was made: fields of TrainingBatch and, since the batch before, of GroupPool."""
 
     admitted_at_version: int
     counts: Counter[str]
@@ -35,15 +32,12 @@ class BatchOrder(ABC):
     def set_bound(self, max_staleness_versions: int) -> None:
         """Change the bound, also for groups in progress.
 
-        A lower bound gives groups that would be too old when trained back to the ledger, as
-        "stale".
+        A lower bound gives groups back to the ledger, as "stale", that are too old under it.
         """
 
     @abstractmethod
     def take_error(self) -> BaseException | None:
-        """Return and clear an error that stopped a group; None without one. The next `begin`
-        continues.
-        """
+        """Return and clear an error that stopped groups, or None. The next `begin` continues."""
 
     @abstractmethod
     def next_groups(self) -> Sequence[ScoredGroup]:

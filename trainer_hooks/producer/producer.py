@@ -1,6 +1,6 @@
 """AsyncRolloutProducer: makes batches of rollouts while the trainer trains.
 
-Used by users' asynchronous training loops and by `trainer_hooks.train`, the training job.
+Used by users' asynchronous training loops and by `trainer_hooks.train.main`, the training job.
 """
 
 from __future__ import annotations
@@ -90,10 +90,7 @@ def ledger_of(
 def order_of(
     order: Order, parts: GroupParts, versions: VersionWatch, bound: int, max_reissues: int
 ) -> BatchOrder:
-    """Return the batch order named `order`.
-
-    Raises ConfigError for another name, and for a negative `max_reissues` in ready order.
-    """
+    """Return the batch order named `order`. Raises ConfigError for bad arguments."""
     if order == "admission":
         return AdmissionOrder(parts, versions, bound)
     if order == "ready":
@@ -108,10 +105,7 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """Return the rules of a batch, with the producer's defaults for None.
-
-    Raises ConfigError for negative numbers.
-    """
+    """Return the rules of a batch, with defaults for None. Raises ConfigError for bad arguments."""
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
@@ -145,9 +139,9 @@ class AsyncRolloutProducer:
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
     `order`: `admission` returns batches in the order in which they were begun, and waits for the
-    slowest rollout of each. `ready` makes a batch of whichever groups are finished. It samples
-    groups that grow too old again, with other seeds, and waits for a prompt that grew too old
-    `max_reissues` times. It favours short rollouts: see docs/producer.md.
+    slowest rollout of each. `ready` makes a batch of whichever groups are finished. A group that
+    grows too old is sampled anew, with other seeds; after `max_reissues` times a batch waits for
+    it. This favours short rollouts: see docs/producer.md.
     `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
     `rollout_fn`: async function (RolloutLLM, prompt) that returns the requests of one sample, one
     per turn, or a Rollout; for example an EnvironmentRollouts. None samples one turn.

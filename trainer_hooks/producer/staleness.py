@@ -64,9 +64,7 @@ class EssBound:
 
 
 class StalenessBound:
-    """The bound in force, `versions`, and the measurements it follows.
-
-    A bound that was given as a number never changes.
+    """The bound in force, `versions`, and the measurements it follows. A given number is constant.
 
     `ess`: last effective sample size; None before the first.
     `variance_per_version`: the r of EssBound; None before a batch with a lag.
@@ -138,10 +136,7 @@ class StalenessBound:
         return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON under the key `staleness`.
-
-        Returns {} for a bound that is a number.
-        """
+        """Return the state for a checkpoint, as JSON under the key `staleness`; {} for a number."""
         if self._settings is None:
             return {}
         own = {name: getattr(self, name) for name in _STATE}

@@ -1,7 +1,8 @@
 """ReferencePolicy: the policy to which a KL term keeps the trained policy close.
 
-Used by users' training loops and `trainer_hooks.train.learner`, for the argument
-`reference_logprobs_BT` of `policy_loss`. It writes only its own copy of the weights, in `follow`.
+Used by users' training loops and by the training job (`trainer_hooks.train.main` makes it,
+`trainer_hooks.train.learner` calls it), for the argument `reference_logprobs_BT` of `policy_loss`.
+It writes only its own copy of the weights, in `follow` and `load_state_dict`.
 """
 
 from __future__ import annotations
