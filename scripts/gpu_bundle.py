@@ -46,10 +46,7 @@ PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor i
 
 
 class Wheel(NamedTuple):
-    """The parts of a wheel's file name, with its sets of tags.
-
-    Source: PyPA, binary distribution format.
-    """
+    """The parts of a wheel's file name. Source: PyPA, binary distribution format."""
 
     name: str
     version: str
@@ -154,10 +151,10 @@ class Recording(NamedTuple):
 
 
 def recordings(tests: Path, launches: Path) -> list[Recording]:
-    """Return the programs that launch the kernels to be compiled, and write them to `launches`.
+    """Return the programs whose kernel launches are recorded in the file `launches`.
 
     The suites run in Triton's interpreter, with the seed that they have on the device, so that they
-    draw the same examples. Scenarios and the benchmark run on a fake device. `tests`: the folder.
+    draw the same examples. Scenarios and the benchmark run on a fake device.
     """
     pytest = [sys.executable, "-m", "pytest", "-p", "tests.recorded_launches"]
     pytest += ["-p", "no:cacheprovider", "--timeout=900"]
@@ -203,9 +200,8 @@ class Compiled(NamedTuple):
 
 
 def compile_all(launches: Path, cache: Path) -> Compiled:
-    """Compile recorded launches into a cache, in up to as many processes as there are processors.
-
-    There are fewer if there are few launches. Raises RuntimeError if one of them fails.
+    """Compile recorded launches into a cache, in a process for each processor, or fewer for few
+    launches. Raises RuntimeError if a process fails.
     """
     num_launches = len(launches.read_text(encoding="utf-8").splitlines())
     count = min(os.cpu_count() or 1, 1 + num_launches // LAUNCHES_PER_PROCESS)
@@ -233,10 +229,7 @@ def compile_all(launches: Path, cache: Path) -> Compiled:
 
 
 def pack_kernels(launches: Path, packed: Path) -> Compiled:
-    """Compile what `packed` lacks, and make it the packed cache of exactly these launches.
-
-    Returns what was compiled.
-    """
+    """Make `packed` the packed cache of exactly these launches. Returns what was compiled."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         triton_cache.install(packed, cache)
@@ -254,9 +247,7 @@ def missing_kernels(launches: Path, packed: Path) -> list[str]:
 
 
 def fill_triton(packed: Path) -> bool:
-    """Record, compile and pack all kernels. Returns False, after printing why, if some may be
-    missing.
-    """
+    """Record, compile and pack all kernels. Prints why and returns False if some may be missing."""
     with tempfile.TemporaryDirectory() as folder:
         launches = Path(folder, "launches")
         failed = record(launches)
@@ -271,8 +262,8 @@ def fill_triton(packed: Path) -> bool:
 
 
 def fetch_wheels() -> bool:
-    """Remove wheels that do not fit, and download missing ones. Returns False, after printing why,
-    if one is still missing.
+    """Remove wheels that do not fit, and download missing ones. Prints why and returns False if one
+    is still missing.
     """
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))

@@ -63,10 +63,8 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts of the second call.
-
-    They run the tests listed in the file `tests`, the benchmark, and NVIDIA's tools in the
-    remaining time.
+    """Return the parts that run the tests listed in the file `tests`, the benchmark, and NVIDIA's
+    tools in the remaining time.
     """
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
@@ -220,10 +218,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """Run the parts of the first or second call. Returns the exit status.
-
-    `clock`: measures and waits; tests pass their own.
-    """
+    """Run the parts of the first or second call. Returns the exit status. `clock`: set by tests."""
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")

@@ -32,9 +32,8 @@ STACKS = ".stacks-"  # between the journal's name and the id of a process that w
 class Part:
     """A command of the check and its time limit, which includes ending its processes.
 
-    `has_tests`: the command runs pytest, whose tests write the journal.
-    `only`: file of the node ids of the tests to run; None for all.
-    `pages`: files that the command leaves in its $OUT.
+    `has_tests`: the command runs pytest, whose tests write the journal. `only`: file of the node
+    ids of the tests to run; None for all. `pages`: files that the command leaves in its $OUT.
     `takes_spare_time`: the limit grows by the time that earlier parts did not use.
     """
 
@@ -118,9 +117,7 @@ class Runner:
                 self._except_list(part).write_text("\n".join(started), encoding="utf-8")
 
     def _run_once(self, part: Part, log: IO[bytes], end: float) -> tuple[bool, int | None]:
-        """Run the command once, until `end` at most. Returns whether it was late, and its exit
-        status.
-        """
+        """Run the command until `end` at most. Returns whether it was late, and its exit status."""
         token = uuid.uuid4().hex
         process = subprocess.Popen(
             part.command,

@@ -38,10 +38,7 @@ STACK_LINE = re.compile(r'^(File "|Current thread |Thread |Extension modules: |F
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a test failed, or the whole part if `test` is "".
-
-    `frame`: innermost frame in this repository; "" if unknown.
-    """
+    """Why a test failed, or the whole part if `test` is "". `frame`: our innermost frame, or ""."""
 
     test: str
     error: str
@@ -255,9 +252,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def first_lines(text: str, num_characters: int) -> str:
-    """Return the first lines of `text` that fit into `num_characters`, and a line with the number
-    of lines left out.
-    """
+    """Return the first lines of `text` that fit, and a line with the number of lines left out."""
     lines = text.splitlines()
     kept = 0
     room = num_characters - len("(1000000 more lines in gpu.md)")

@@ -341,7 +341,7 @@ def _texts(path: Path, names: set[str]) -> dict[str, str]:
 def peer_keys(folder: Path) -> dict[str, object]:
     """Return the contents of peer_keys.json: which packages have each key of each request.
 
-    Downloads packages into `folder` that are not there.
+    Downloads packages that `folder` lacks.
     """
     keys: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for package in PACKAGES:
@@ -413,9 +413,8 @@ the fields of other servers and clients from their released packages. A test com
 
 
 def _places() -> dict[str, type[Fields]]:
-    """Return the structs of all bodies, of objects in them, and of queries, by their place.
-
-    A place is a Source's `route`. The routes of all protocols are included.
+    """Return the structs of bodies, of objects in them, and of queries, by place, as a Source's
+    `route`, for all protocols.
     """
     found: dict[str, type[Fields]] = {}
     for route in routes_of(PROTOCOLS):

@@ -159,9 +159,7 @@ class _OfflineDriver:
 
 
 class Compiler:
-    """Compiles launches into Triton's cache.
-
-    `keys`: entries of the cache that the launches need, found or made.
+    """Compiles launches into Triton's cache. `keys`: entries that they need, found or made.
     `compiled`: names of the kernels and launchers that were made.
     """
 
@@ -172,9 +170,7 @@ class Compiler:
         self._libraries = libraries
 
     def compile(self, lines: Iterable[str]) -> None:
-        """Compile the recorded launches `lines`. Call it once in a process: it sets Triton's driver
-        and hooks.
-        """
+        """Compile recorded launches. Call once in a process: it sets Triton's driver and hooks."""
         make_libcuda(self._libraries)
         driver.set_active(_OfflineDriver())
         knobs.nvidia.libcuda_path = str(self._libraries)

@@ -59,10 +59,7 @@ def main() -> None:
 
 
 def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
-    """Run the job in `folder` in a terminal. Write its screen after `step` to dashboard.svg.
-
-    A screen between two steps, with a part of the next batch, is preferred.
-    """
+    """Run the job in `folder` in a terminal. Write its most suitable screen to dashboard.svg."""
     try:
         import pyte
     except ImportError as error:

@@ -23,9 +23,7 @@ KEPT_SUFFIXES = (".cubin", ".json", ".so")
 
 
 def pack(cache: Path, folder: Path, keys: Collection[str]) -> int:
-    """Copy the entries `keys` of `cache` to `folder` and delete its others. Returns the number
-    copied; entries that `folder` has already are kept.
-    """
+    """Make the entries `keys` of `cache` the contents of `folder`. Returns how many were copied."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name not in keys:

@@ -15,7 +15,7 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """How a batch was made: fields of TrainingBatch and, since the batch before, of GroupPool."""
+    """How a batch was made. `counts`: numbers of groups by fate, since the batch before it."""
 
     admitted_at_version: int
     counts: Counter[str]
