@@ -1,6 +1,6 @@
 """The examined tokens of a batch: their places, versions and sampling parameters.
 
-Used by all modules of `trainer_hooks.doctor` but `report` and `weight_causes`.
+Used by all modules of `trainer_hooks.doctor` but report and weight_causes.
 
 Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
 
-Used by the modules `policy`, `corrections`, `diagnostics` and `kl` of this package, and by
+Used by the modules policy, corrections, diagnostics and kl of `trainer_hooks.losses`, and by
 `trainer_hooks.update.micro_batches` (`aggregation_denominator`). Pure functions.
 
 Shape letters: B rows, T positions.

@@ -1,9 +1,9 @@
 """Finds out by comparison, once for each model, whether it keeps sequences of one pass apart.
 
-Used by `packing` and `tree_pass`, which put several sequences into one row. Whether a model
-computes each as it would alone depends on its attention mask and on layers that mix neighbours,
-which its class does not show. So both compute a few tokens beside different neighbours, and alone,
-and compare the logits here. Results are cached for each module.
+Used by `trainer_hooks.update.packing` and `trainer_hooks.update.tree_pass`, which put several
+sequences into one row. Whether a model computes each as it would alone depends on its attention
+mask and on layers that mix neighbours, which its class does not show. So both compute a few tokens
+beside different neighbours, and alone, and compare the logits here. Results are cached.
 
 Shape letters: N tokens, V vocabulary.
 """

@@ -3,7 +3,8 @@
 The rollouts of a group share their prompt, and groups share a system prompt. A causal model
 computes the same hidden state after the same tokens. So a forward pass over a tree of tokens, in
 which each token attends to its ancestors alone, gives the hidden states of passes over all rows.
-Used by `micro_batches`, which divides a batch into trees, and `tree_pass`, which computes them.
+Used by `trainer_hooks.update.micro_batches`, which divides a batch into trees, and by
+`trainer_hooks.update.tree_pass`, which computes them.
 
 Shape letters: B rows, T positions, N nodes of a tree.
 """
