@@ -178,23 +178,24 @@ LOSS_HINTS = {
 @refuses_with_hints(LOSS_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """Settings of the policy loss. A field that is None takes the value of the kind's paper.
+    """Settings of the policy loss.
 
     `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]. A
     larger `epsilon_high` leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For
     cispo, 1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap
-    itself).
+    itself). None takes the values of the kind's paper.
     `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
-    1912.09729, eq. 5). Only for kinds that clip token by token.
-    `aggregation`: how token losses become one number, by verl's names. cispo accepts any; each
-    other kind only its own.
+    1912.09729, eq. 5). Only for kinds that clip token by token. None sets no bound.
+    `aggregation`: how token losses become one number, by verl's names. None takes that of the
+    kind's paper. cispo and sapo accept any, each other kind only its own.
     `max_completion_length`: constant by which token sums per rollout are divided (Dr. GRPO),
-    whatever the denominator is.
+    whatever the denominator is. None does not divide them.
     `kl_coefficient`: weight of the KL term to the reference policy; 0 leaves it out.
     `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
     `entropy_coefficient`: weight of the entropy bonus; 0 leaves it out.
     `max_sequence_kl`: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A
-    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1).
+    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1). None sets
+    no limit.
     `correction`: weights of tokens that an older policy sampled.
     Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
     compute what their names say.

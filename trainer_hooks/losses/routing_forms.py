@@ -120,7 +120,7 @@ def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> 
     routing_BTLK = torch.full(shape, UNKNOWN, dtype=torch.int16)
     for row, length in enumerate(lengths):
         own_TLK = routed_experts[row][is_token_BS[row]].to(torch.int16)
-        routing_BTLK[row, : length - 1] = own_TLK[:-1]
+        routing_BTLK[row, : max(length - 1, 0)] = own_TLK[:-1]
     return duplicates_unknown(routing_BTLK)
 
 
