@@ -113,8 +113,8 @@ class PromptLedger:
         curriculum: Curriculum | None = None,
         max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that `as_rows` refuses, a bad row among the first and other
-        rows that are read at once, `num_epochs` below 1, a curriculum with shuffle=False, and a
+        """Raises ConfigError for a source that `as_rows` refuses, for a bad row among those of the
+        fingerprint, for `num_epochs` below 1, for a curriculum with shuffle=False, and for a
         negative or infinite weight.
         """
         self._rows = as_rows(source)

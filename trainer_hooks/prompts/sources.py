@@ -24,6 +24,7 @@ from rollout.errors import ConfigError
 from rollout.text import RenderedText
 from rollout.utf8_lines import BYTE_ORDER_MARK, decode_line
 from trainer_hooks.prompts.chat_format import ChatFormat, as_chat_template
+from trainer_hooks.prompts.checks import place_of
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
 from trainer_hooks.prompts.rows import as_item
 
@@ -272,6 +273,9 @@ class FormattedPrompts(_LazyPrompts):
             return item
         values = {**item.columns, "prompt": item.prompt}
         return as_item(values, "prompt", self._template, self.place_of(index))
+
+    def place_of(self, index: int) -> str:
+        return place_of(self.rows, index)
 
 
 class MixedPrompts(_LazyPrompts):
