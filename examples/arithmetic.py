@@ -37,7 +37,7 @@ Sum = tuple[int, int]
 
 
 def is_right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 for a completion that equals its answer, apart from white space around it, else 0."""
+    """Return 1 for a completion that equals its answer, white space around it aside, else 0."""
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
@@ -94,9 +94,7 @@ def write_checkpoint(directory: Path, hidden_size: int = 64, num_layers: int = 2
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer on questions. It has one token per digit and a chat
-    template.
-    """
+    """Train a byte-level BPE tokenizer, with one token per digit and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -131,7 +129,6 @@ def _write_rows(path: Path, rows: Iterable[tuple[int, int, int]]) -> None:
 
 
 def main(directory: Path) -> None:
-    """Write all files of the job to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     write_checkpoint(directory / "model")
     sums = all_sums()

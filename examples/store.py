@@ -85,10 +85,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def purchase(row: Mapping[str, Any], asked: str) -> Iterator[tuple[str, str]]:
-    """Yield the turns of a purchase that pays the price of `asked`, each as (text, reply).
-
-    `text` is the model's, `reply` is the tool's or "" after the last turn.
-    """
+    """Yield the model's text and the tool's reply for each turn that pays the price of `asked`."""
     price = row["prices"][ITEMS.index(asked)]
     yield call("price", item=asked), str(price)
     yield call("pay", amount=price), "thanks"
@@ -118,10 +115,7 @@ def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem
 
 
 def prompts(part: str, seed: int, *, num_held_out: int = 64) -> list[Any]:
-    """Return the rows of a part of the job: purchases, or for "warmup" turns of demonstrations.
-
-    `part`: "train", "held_out" or "warmup".
-    """
+    """Return the rows of `part`: "train" and "held_out" purchases, or "warmup" turns of some."""
     if part == "warmup":
         return list(demonstrations(store_tokenizer(), seed, 2_000))
     return tasks(1_000_000, num_held_out) if part == "held_out" else tasks(seed, 10_000)

@@ -85,10 +85,7 @@ def make_trainer(
     rollouts: TRLRollouts | None,
     directory: Path,
 ) -> Any:
-    """Return a GRPOTrainer of the demo's sizes.
-
-    It generates by `rollouts`, or by transformers if that is None.
-    """
+    """Return a GRPOTrainer of the demo's sizes. Without `rollouts` it generates by itself."""
     from datasets import Dataset
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -123,10 +120,7 @@ def make_trainer(
 
 
 def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
-    """Return a GRPOConfig of the demo's sizes.
-
-    A step is one generation, which is trained on in `num_minibatches` parts.
-    """
+    """Return a GRPOConfig of the demo's sizes, with `num_minibatches` parts per generation."""
     from trl.trainer.grpo_config import GRPOConfig
 
     sizes, num_parts = settings.algorithm, settings.algorithm.num_minibatches
@@ -157,9 +151,7 @@ def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
 
 
 def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean reward of the first and last WINDOW_STEPS rows, the gain, and the largest
-    difference of a log-prob. `rows`: TRL's log rows that have a reward.
-    """
+    """Return mean rewards of the first and last steps, and the largest difference of a log-prob."""
     rewards = [row["reward"] for row in rows]
     first, last = fmean(rewards[:WINDOW_STEPS]), fmean(rewards[-WINDOW_STEPS:])
     return {

@@ -33,7 +33,14 @@ _RNG_FILE = "rng_state.pt"
 _SCHEDULER_FILE = "scheduler.pt"
 _OWN_FILE = "own_state.pt"
 # Errors of torch.load for truncated files. The class depends on where a file ends.
-_TORN = (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError)
+_TRUNCATED_FILE_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    pickle.UnpicklingError,
+)
 
 
 class SavesPretrained(Protocol):
@@ -45,9 +52,7 @@ class SavesPretrained(Protocol):
 
 
 class Stateful(Protocol):
-    """An object whose state is saved and loaded, such as a scheduler of
-    torch.optim.lr_scheduler.
-    """
+    """An object whose state is saved and loaded, such as a learning-rate scheduler of torch."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -145,17 +150,14 @@ def find_checkpoint(root: Path | str) -> Path | None:
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """Return the TrainerState in a checkpoint's directory.
-
-    Raises ConfigError for a directory that is not a checkpoint, and for a truncated file.
-    """
+    """Return the TrainerState of a checkpoint. Raises ConfigError if it is missing or truncated."""
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
         raise ConfigError(f"{checkpoint} is not a trainer's checkpoint: it has no {_STATE_FILE}")
     try:
         return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise _torn(path, error) from error
+        raise _truncated_file_error(path, error) from error
 
 
 def read_own_state(checkpoint: Path | str) -> Any:
@@ -174,8 +176,8 @@ def read_own_state(checkpoint: Path | str) -> Any:
             f"own_state holds more than tensors, numbers, text, lists and dicts, or {path} was cut "
             f"short: {error}"
         ) from error
-    except _TORN as error:
-        raise _torn(path, error) from error
+    except _TRUNCATED_FILE_ERRORS as error:
+        raise _truncated_file_error(path, error) from error
 
 
 def load_checkpoint(
@@ -228,7 +230,7 @@ def _require_same_parameters(
         described = json.loads(path.read_text(encoding="utf-8"))
         kind, shapes = described["kind"], described["shapes"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _torn(path, error) from error
+        raise _truncated_file_error(path, error) from error
     mine = _described(optimizer)
     if kind != mine["kind"]:
         raise ConfigError(f"{root} has an optimizer {kind}, this run {mine['kind']}; {remedy}")
@@ -241,27 +243,21 @@ def _require_same_parameters(
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's class name, or its `kind` if it has one, and its parameters' shapes in
-    the order of its state.
-    """
+    """Return the optimizer's `kind` or class name, and its parameters' shapes in order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = getattr(optimizer, "kind", type(optimizer).__name__)
     return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
 
 
 def _read_tensors(path: Path) -> Any:
-    """Return the object that torch.save wrote to `path`.
-
-    Raises ConfigError for a missing or truncated file.
-    """
+    """Return the object saved in `path`. Raises ConfigError for a missing or truncated file."""
     try:
         return torch.load(path, weights_only=True)
-    except _TORN as error:
-        raise _torn(path, error) from error
+    except _TRUNCATED_FILE_ERRORS as error:
+        raise _truncated_file_error(path, error) from error
 
 
-def _torn(path: Path, error: Exception) -> ConfigError:
-    """Return the error for a missing or truncated file."""
+def _truncated_file_error(path: Path, error: Exception) -> ConfigError:
     reason = f"{type(error).__name__}: {error}"
     return ConfigError(f"{path} is missing or was cut short ({reason}); use an earlier checkpoint")
 

@@ -81,10 +81,7 @@ class RolloutBatch:
 
     @property
     def rewards_B(self) -> torch.Tensor:
-        """Reward of each row, float32. Raises ConfigError if a rollout has several rows.
-
-        A caller who views these rewards as groups would then mix up the groups.
-        """
+        """Reward of each row, float32. Raises ConfigError if a rollout has several rows."""
         num_several = int((self.rollout_index_B.bincount(minlength=self.num_rollouts) > 1).sum())
         if num_several:
             raise ConfigError(
@@ -248,10 +245,7 @@ def _valid_rewards(
 def _routing(
     sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
 ) -> torch.Tensor | None:
-    """Return `routing_BTLK`, padded with -1; None if no turn has routing.
-
-    Raises ConfigError for turns of models with different numbers of layers or experts per token.
-    """
+    """Return `routing_BTLK`; None if no turn has routing. Raises ConfigError for several shapes."""
     rows = [
         first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
@@ -311,11 +305,7 @@ def _mark_turn(
     request: DynamicInferenceRequest,
     train_version: int,
 ) -> None:
-    """Write the mask, log-probs and lags of the tokens that `request` generated into `row`.
-
-    Raises ConfigError for missing prompt tokens or log-probs and for versions above
-    `train_version`.
-    """
+    """Write the mask, log-probs and lags of the tokens that `request` generated into `row`."""
     if not len(request.prompt_tokens):
         raise ConfigError(
             f"request {request.request_id} has no prompt tokens, and its log-probs would be "
@@ -382,10 +372,7 @@ def logprobs_mode_of(params: SamplingParams, temperature: float) -> TrainedLogpr
 
 
 def reshaping_text(params: SamplingParams) -> str:
-    """Return the settings of truncation, biases and penalties that are on, as "name=value, ...".
-
-    Returns "" if all are off.
-    """
+    """Return the active settings of truncation, biases and penalties as text; "" without any."""
     settings = {
         "top_k": params.top_k > 0,
         "top_p": 0.0 < params.top_p < 1.0,
@@ -401,7 +388,6 @@ def reshaping_text(params: SamplingParams) -> str:
 
 
 def _reward_or_nan(reward: float | None) -> float:
-    """Return a reward as a number; None, which means the rollout failed, as NaN."""
     return math.nan if reward is None else float(reward)
 
 

@@ -41,9 +41,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scored:
-    """The samples of one prompt, with one reward and one answer each. `answers`: None without an
-    `answer_fn`.
-    """
+    """The samples of one prompt, with a reward and, if there is an `answer_fn`, an answer each."""
 
     item: PromptItem
     rollouts: Sequence[Rollout]

@@ -199,7 +199,7 @@ class GenerationPhase:
             yield "suspend", self._suspend
 
     def _undo_calls(self) -> Iterator[_NamedCall]:
-        """Yield the calls that suspend the engine and weights resumed by an entry that failed."""
+        """Yield the calls that suspend the engine again, with its weights, after a failed entry."""
         if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
             yield "suspend", self._suspend
         yield from self._exit_calls()

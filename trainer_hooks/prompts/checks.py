@@ -164,11 +164,7 @@ class CheckedWhenRead:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> PromptItem:
-        """Return row `index`, or the next good one.
-
-        Raises IndexError beyond the rows, and ConfigError after _MAX_REPLACED successive bad rows
-        or if all are bad.
-        """
+        """Return row `index` or the next good one. Raises ConfigError if too many rows are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         faults = []
@@ -199,10 +195,7 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return the text that names row `index` in errors.
-
-    It is that of the rows' own `place_of`, such as a file and a line, or else the index.
-    """
+    """Return the text that names a row in errors: by the rows' `place_of`, else by its index."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 

@@ -79,10 +79,7 @@ class CurriculumDraws:
             self._weights[index] = weight
 
     def draw(self, epoch: int, position: int) -> int:
-        """Return the row at the next position of the epoch and mark it as drawn.
-
-        Position 0 begins an epoch, in which no row is drawn yet.
-        """
+        """Return the row at the next position and mark it as drawn. Position 0 begins an epoch."""
         if position == 0:
             self._is_left[:] = True
         seed = np.array([mix_seed(self._seed, epoch)], dtype=np.uint64)

@@ -200,10 +200,7 @@ class PromptLedger:
         self._record(ticket, reason if reason in (TRAINED, FAILED) else FILTERED, reward, version)
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
-        """Put the prompt back, to be issued again. Raises ConfigError if the ticket is not out.
-
-        `reason`: any text. Those with STALE count for `num_reissues`.
-        """
+        """Put the prompt back, to be issued again. Raises ConfigError if the ticket is not out."""
         self._remove_issued(ticket)
         self.given_back[reason] += 1
         if reason == STALE:

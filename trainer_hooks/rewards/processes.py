@@ -87,7 +87,7 @@ class RewardProcesses:
         """Call the function in a process. Returns the result of `rewards_of` there.
 
         `timeout_s`: limit on the call, without the start of a process; None for no limit.
-        `watch`: context around the call, entered when a process is free.
+        `watch`: returns a context for the call, entered when a process is free.
         Raises ConfigError if the function does. Raises RewardFailed if the function raises another
         error, with its traceback as the cause, if it takes too long and if its process dies. Raises
         RewardProcessesClosed for calls that are waiting when the processes are closed.

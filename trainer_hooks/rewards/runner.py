@@ -180,7 +180,7 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """Run one attempt. `watch`: context entered when the function is called, not before."""
+        """Run one attempt. `watch` returns a context, entered when the function is called."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
@@ -194,10 +194,7 @@ class RewardRunner:
             return await self._in_time(result)
 
     async def _in_thread(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
-        """Call the function in a thread, when no other call is running, within the time limit.
-
-        Raises RewardCallStillRuns if it takes too long.
-        """
+        """Call the function in a thread. Raises RewardCallStillRuns when its time is up."""
         permit, has_ended = await self._limiter.acquire(), threading.Event()
 
         def work() -> Any:
@@ -220,9 +217,8 @@ class RewardRunner:
             raise
 
     def _release_late(self, permit: Permit, has_ended: threading.Event) -> None:
-        """Release `permit` when the call has ended, or after the time limit."""
+        """Release `permit` when the call ends or its time is up, also after the loop is closed."""
 
-        # In a thread, as the event loop may be closed before the function returns.
         def wait() -> None:
             has_ended.wait(self._timeout_s)
             self._limiter.release(permit)
@@ -266,10 +262,7 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
 def as_runner(
     reward_fn: RewardFunction | RewardRunner | None,
 ) -> tuple[RewardRunner | None, bool]:
-    """Return a runner of `reward_fn`, and whether it is new, so that the caller must close it.
-
-    A RewardRunner or None is returned as it is.
-    """
+    """Return a runner, or None for None, and whether it is new and the caller must close it."""
     if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

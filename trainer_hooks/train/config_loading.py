@@ -101,9 +101,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 
 
 def as_plain(value: Any) -> Any:
-    """Return a loaded config as mappings, lists, numbers and text, for YAML. Other values become
-    their repr.
-    """
+    """Return a loaded config as mappings, lists, numbers and text; other values as their repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
@@ -116,9 +114,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` as a `kind`. Mappings become dataclasses and lists become tuples where `kind`
-    says so. Raises ConfigError for a value that does not fit.
-    """
+    """Return `value` as a `kind`, such as a mapping as a dataclass, or raise ConfigError."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)

@@ -350,10 +350,7 @@ def _reward(sample: Sample) -> float:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` evenly spread items with the first and the last, or all if they are fewer.
-
-    `count` is at least 2.
-    """
+    """Return `count` (2 or more) of `items`, evenly spread from the first to the last, or all."""
     if len(items) <= count:
         return list(items)
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]

@@ -182,10 +182,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return the places of two to seven ticks from `low` to `high`, which must differ.
-
-    They are the multiples of 1, 2 or 5 times a power of ten.
-    """
+    """Return two to seven multiples of 1, 2 or 5 times a power of ten, from `low` to `high`."""
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * 0.999)

@@ -41,10 +41,7 @@ Row = tuple[str, str]
 def reversed_lists(
     part: str, seed: int, *, num_held_out: int = 200, num_words: int = 4
 ) -> Sequence[PromptItem]:
-    """Return rows such as "lamp, river, fox, bread" with the answer "bread, fox, river, lamp".
-
-    Raises ConfigError unless `num_words` is from 1 to the number of WORDS and gives enough rows.
-    """
+    """Return rows such as "lamp, river, fox, bread" with the answer "bread, fox, river, lamp"."""
     if not 1 <= num_words <= len(WORDS):
         raise ConfigError(f"num_words={num_words} must be from 1 to {len(WORDS)}")
 
@@ -59,10 +56,7 @@ def reversed_lists(
 def number_words(
     part: str, seed: int, *, num_held_out: int = 200, num_digits: int = 4
 ) -> Sequence[PromptItem]:
-    """Return rows such as "four one nine two" with the answer "4192". Digits are from 1 to 9.
-
-    Raises ConfigError unless `num_digits` is at least 1 and gives enough rows.
-    """
+    """Return rows such as "four one nine two" with the answer "4192". Digits are from 1 to 9."""
     if num_digits < 1:
         raise ConfigError(f"num_digits={num_digits} must be at least 1")
 
