@@ -105,10 +105,7 @@ def problems(tokenizer: SumTokenizer, count: int) -> list[dict[str, Any]]:
 
 
 def check(batch: TrainingBatch, logprobs_BT: torch.Tensor) -> str:
-    """Check the mask and log-probs of a batch. Returns a text with the numbers of tokens.
-
-    Raises AssertionError if a check fails.
-    """
+    """Assert that the mask and log-probs of a batch are right. Returns a text with token counts."""
     rows = batch.rollouts
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     for i, rollout in enumerate(rollouts):

@@ -52,10 +52,7 @@ PYTHON = PythonLimits(cpu_s=1, memory_bytes=256 << 20)
 
 
 class Calculation(ToolEnvironment):
-    """An episode of one question about two numbers, which programs know as `a` and `b`.
-
-    The model does not see the numbers.
-    """
+    """One question about two numbers, which programs know as `a` and `b`. The model does not."""
 
     def __init__(self, python: PythonTool) -> None:
         self._python = python

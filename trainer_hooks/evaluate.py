@@ -225,8 +225,8 @@ def _majority_reward(scored: _Scored) -> float:
     """Return the mean reward of the samples with the most frequent answer, without failed ones.
 
     Returns 0 if no sample has an answer or all of these samples failed. Of equally frequent answers
-    the first counts. Source: self-consistency (Wang et al. 2023), arXiv
-    2203.11171, sec. 2.
+    the first counts.
+    Source: self-consistency (Wang et al. 2023), arXiv 2203.11171, sec. 2.
     """
     assert scored.answers is not None
     votes = Counter(answer for answer in scored.answers if answer is not None)

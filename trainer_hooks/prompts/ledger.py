@@ -89,9 +89,10 @@ class PromptTicket:
 class PromptLedger:
     """Issues prompts in a seeded order per epoch and records the outcome of each.
 
-    Each prompt is consumed once per epoch. A ticket is out from `issue` until it is consumed, with
-    a reason, or given back. Tickets that were given back are issued again before new ones. The
-    state for checkpoints is small: a position, the unconsumed tickets before it, and the histories.
+    Each prompt is consumed once per epoch, unless a curriculum draws with replacement. A ticket is
+    out from `issue` until it is consumed, with a reason, or given back. Tickets that were given
+    back are issued again before new ones. The state for checkpoints is small: a position, the
+    unconsumed tickets before it, and the histories.
     `source`: rows as `as_prompt_item` accepts them, in a list, in a dataset with `len` and
     `[index]` (read when issued), or in an iterable that can be iterated again, such as an
     IterableDataset (read at once, at most MAX_ITERATED_ROWS).

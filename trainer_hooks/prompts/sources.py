@@ -2,7 +2,7 @@
 
 Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
 `trainer_hooks.train.palindromes`, as the `source` of a PromptLedger. Each source is a Sequence of
-PromptItem. It writes no file. Errors name the file and the line or row of a bad row.
+PromptItem. It writes no file. Errors name a bad row by its file and line, or by its index.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ParquetPrompts(_LazyPrompts):
     group read last is kept in memory, so shuffled access is quick if row groups are small or all
     rows are in one.
     `columns`: columns to read besides the prompt; None reads all.
-    `chat_template`: renders prompts that are messages; see `as_chat_template`.
+    `chat_template`: as for JsonlPrompts.
     Raises ConfigError if pyarrow is missing, for an unreadable file or a missing column, and, when
     a row is read, for a row without a prompt.
     """
@@ -221,8 +221,7 @@ class DatasetPrompts(_LazyPrompts):
 class ReasoningGymPrompts(_LazyPrompts):
     """Rows of a reasoning-gym dataset, with the columns `answer` and `entry`.
 
-    `reasoning_gym_reward` scores by `entry`. With a `chat_template`, prompts are its rendered text,
-    and the messages are in the column `messages`.
+    With a `chat_template`, prompts are rendered, and the column `messages` has their messages.
     `dataset`: a dataset, or the name of one to create with `size`, `seed` and `settings`.
     Raises ConfigError if the package is missing or refuses the settings.
     """
@@ -359,10 +358,7 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the number of the part that contains `index`, and the index in that part.
-
-    `ends`: running sum of the parts' lengths.
-    """
+    """Return the part that has item `index`, and its index there. `ends`: sums of parts' lengths."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

@@ -43,10 +43,7 @@ class CallLimiter:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """Release `permit`, or remove it from the queue if it was not granted yet.
-
-        Any thread may call it. Further calls have no effect.
-        """
+        """Release `permit`, or drop it if it was not granted. Any thread may call it, even twice."""
         with self._lock:
             self._granted.discard(permit)
             if permit in self._waiting:

@@ -92,10 +92,7 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
 
 
 def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
-    """Return a bar of `width` cells, divided by the shares, the largest first, and its legend.
-
-    Shares below 0.5% are left out.
-    """
+    """Return a bar of `width` cells and its legend, of shares from 0.5%, the largest first."""
     present = [(name, share) for name, share in shares.items() if share >= 0.005]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []

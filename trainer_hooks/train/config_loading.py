@@ -1,6 +1,7 @@
 """Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
 
-Used by the modules `hydra_job`, `job`, `main`, `task`, `prompts` and `learner` of this package. The
+Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.job`, `trainer_hooks.train.main`,
+`trainer_hooks.train.task`, `trainer_hooks.train.prompts` and `trainer_hooks.train.learner`. The
 error for an unknown key gives our name for a key of TRL, verl or Megatron-LM, or the nearest valid
 key. `import_object` may append the working directory to sys.path.
 """

@@ -72,10 +72,7 @@ class Critic(nn.Module):
     def accumulate_gradients(
         self, batch: RolloutBatch, columns: Columns, update: UpdateSettings
     ) -> dict[str, float]:
-        """Add the gradient of the value loss to the critic's parameters. Returns its metrics.
-
-        `columns`: those that `columns` returned, for the rows of `batch`.
-        """
+        """Add the gradient of the value loss to the critic's parameters. Returns its metrics."""
         num_tokens = int(batch.mask_BT.sum())
         totals = dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), 0.0)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):

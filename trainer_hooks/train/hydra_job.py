@@ -1,7 +1,8 @@
 """Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
 
-Used by the modules `main` (`run_hydra_job`), `job` (`checked_overrides`) and `run_files`
-(`wandb_names`) of this package. It rewrites sys.argv and prints the config.
+Used by `trainer_hooks.train.main` (`run_hydra_job`), `trainer_hooks.train.job`
+(`checked_overrides`) and `trainer_hooks.train.run_files` (`wandb_names`). It rewrites sys.argv and
+prints the config.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def run_hydra_job(
     `kind`: the dataclass of the whole config.
     `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
     `shows_config`: returns whether to print a loaded config.
-    `--multirun` calls `job` once per combination. An error in _FAULTS raises SystemExit with its
-    message.
+    `--multirun` calls `job` once per combination. A ConfigError, non-finite gradients, and a reward
+    function or environment that never succeeds raise SystemExit with their message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -94,11 +95,11 @@ def config_report(settings: Any) -> RenderableType:
 def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
     """Return `arguments` with every plain `key=value` checked against the fields of `kind`.
 
-    Hydra accepts only keys that a YAML file lists, so the keys of fields become
-    `++key=value`. A config group that is given by an import path, as in
-    reward=package.module:function, becomes the overrides that its dataclass returns from
-    `overrides_of`. Other groups pass unchanged, as do the groups in `kind.PRESETS`, flags, `+`,
-    `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for an unknown key.
+    Hydra accepts only keys that a YAML file lists, so the keys of fields become `++key=value`. A
+    config group that is given by an import path, as in reward=package.module:function, becomes the
+    overrides that its dataclass returns from `overrides_of`. Other groups pass unchanged, as do the
+    groups in `kind.PRESETS`, flags, `+`, `++` and `~` overrides, and Hydra's own keys. Raises
+    ConfigError for an unknown key.
     """
     return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 

@@ -1,7 +1,8 @@
 """JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/.
 
-Used by the modules `main`, `learner` and `critic` of this package, and by programs that build on a
-job's settings (`compose_settings`), such as examples/train_trl.py and `benchmarks.trl_step`.
+Used by `trainer_hooks.train.main`, `trainer_hooks.train.learner` and `trainer_hooks.train.critic`,
+and by programs that build on a job's settings (`compose_settings`), such as examples/train_trl.py
+and `benchmarks.trl_step`.
 """
 
 from __future__ import annotations

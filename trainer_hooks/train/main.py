@@ -12,9 +12,9 @@
 Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
 step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
 completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, weights_version
-(the highest used), reference/ if there is a KL term, base/ (the weights from which engines start if
-a LoRA adapter or a divided policy is pushed to them), and skipped/ (batches of steps with
-non-finite gradients). A run that starts over renames the previous run's directory to
+(the highest used), reference/ if there is a KL term, base/ (with a LoRA adapter or trainer=fsdp2,
+the weights from which engines start), and skipped/ (batches of steps with non-finite gradients). A
+run that starts over renames the previous run's directory to
 seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
 refused.
 
@@ -406,7 +406,8 @@ class Training:
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
         suspended while the trainer trains, and unfinished rollouts continue under the new weights.
-        Saves every `checkpoint_interval` steps. On `stop` it saves and raises KeyboardInterrupt.
+        Saves every `checkpoint_interval` steps and after the last one. On `stop` it saves and
+        raises KeyboardInterrupt.
         """
         settings, account = self.run.settings, self.account
         trainer = settings.trainer

@@ -78,7 +78,7 @@ class SampleLog:
         )
 
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
-        """Write samples of the `batch` trained on in `step`. `advantages_B`: one per row of it."""
+        """Write samples of the `batch` of `step`. `advantages_B`: one per row of its rollouts."""
         settings = self._settings
         rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}

@@ -1,8 +1,8 @@
 """Settings of a job: one frozen dataclass per config group of conf/.
 
 Creating one with values that cannot work together raises ConfigError, which names them.
-`trainer_hooks.train.job` joins them in JobSettings. The modules `task`, `prompts`, `warm_up`,
-`learner`, `adapter`, `samples` and `main` of this package read them.
+`trainer_hooks.train.job` joins them in JobSettings. `trainer_hooks.train.task`,
+`trainer_hooks.train.main` and the other modules of `trainer_hooks.train` read them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """The policy: a Hugging Face checkpoint, or a model with random weights.
 
-    `path`: directory of the checkpoint, with config.json, weights and tokenizer.
+    `path`: directory of the checkpoint, with config.json, weights and tokenizer, or "smollm2".
     `tokenizer`: another directory, or "package.module:function" that returns a tokenizer; None uses
     `path`.
     A random model needs `tokenizer` and a shape. The shape is the fields between `tokenizer` and
@@ -387,9 +387,9 @@ class EvaluationSettings(Settings):
 class LoggerSettings(Settings):
     """Where metrics and samples go besides the files of a run: the terminal and Weights & Biases.
 
-    `num_samples`: number of samples shown every `sample_interval` steps. `num_completions`: number
-    of samples of each step that completions.jsonl gets; the file is rotated at
-    `completions_file_bytes`.
+    `num_samples`: number of samples shown after step 1 and every `sample_interval` steps.
+    `num_completions`: number of samples of each step that completions.jsonl gets; the file is
+    rotated at `completions_file_bytes`.
     `save_batches`: True keeps one sampled batch per checkpoint for trainer_hooks.doctor.
     """
 

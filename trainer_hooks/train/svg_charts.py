@@ -89,7 +89,7 @@ def line_chart(series: Mapping[str, Sequence[Point]]) -> str:
 def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) -> str:
     """Return an SVG picture of shares stacked to a height of 1.
 
-    `shares`: for each name, one share per x. The shares of an x add up to 1.
+    `shares`: for each name, one share per x. The shares of an x add up to at most 1.
     """
     if not xs or not shares:
         return _svg([f'<text x="{_LEFT}" y="{_HEIGHT / 2}">nothing recorded</text>'], "nothing")

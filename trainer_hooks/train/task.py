@@ -1,7 +1,7 @@
 """Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
 
-Used by the modules `main` and `warm_up` of this package, and by programs that train in a loop of
-their own, such as examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports
+Used by `trainer_hooks.train.main` and `trainer_hooks.train.warm_up`, and by programs with another
+training loop, such as examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports
 users' functions.
 """
 
@@ -259,10 +259,7 @@ class Task:
         return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
 
     def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
-        """Return the rows of the user's function for one part of a run.
-
-        Rows in a list are checked now, others when they are read.
-        """
+        """Return the rows of the user's function for a part of a run. A list is checked at once."""
         rows = self._open(self._data, part, seed)
         if not isinstance(rows.rows if isinstance(rows, FormattedPrompts) else rows, (list, tuple)):
             return CheckedWhenRead(rows, check)
