@@ -358,7 +358,7 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the part that has item `index`, and its index there. `ends`: sums of parts' lengths."""
+    """Return the part that has item `index`, and its index there. `ends`: end of each part."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

@@ -43,7 +43,7 @@ class CallLimiter:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """Release `permit`, or drop it if it was not granted. Any thread may call it, even twice."""
+        """Release `permit`, or drop it if not granted yet. Any thread may call it, even twice."""
         with self._lock:
             self._granted.discard(permit)
             if permit in self._waiting:
