@@ -144,6 +144,7 @@ class ScriptedRuntime:
         self._script, self.tokenizer, self.seed = script, tokenizer, seed
         self.weights_version = weights_version
         self.weights: dict[str, torch.Tensor] = {}
+        self._lacks_weights = False  # they were discarded
         self.calls: list[str] = []
         self.released: set[str] = set()
         # The KV mode of a suspend without one, and that of the latest suspend.
@@ -249,6 +250,10 @@ class ScriptedRuntime:
         self._enter(PAUSE)
 
     def unpause(self) -> None:
+        if self._lacks_weights:
+            raise EngineStateError(
+                "cannot unpause: the weights were discarded; commit a full update first"
+            )
         self._enter(UNPAUSE)
 
     def _enter(self, transition: Transition) -> None:
@@ -271,7 +276,7 @@ class ScriptedRuntime:
             for sample in self._samples.values():
                 sample.kv.clear()
         if discard_weights:
-            self.weights = {}
+            self.weights, self._lacks_weights = {}, True
         released = [resource for resource in release if resource not in self.released]
         self.released.update(release)
         return SuspendReport(
@@ -311,6 +316,7 @@ class ScriptedRuntime:
                 raise WeightUpdateError(f"{name!r} holds values that are not finite")
         self.calls.append("update_weights")
         self.weights, self.weights_version = weights, version
+        self._lacks_weights = False
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         return WeightUpdateReport(
             version=version, seconds=0.0, stall_seconds=0.0, num_bytes=num_bytes, checksum=""

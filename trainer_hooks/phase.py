@@ -37,7 +37,10 @@ class Suspendable(Protocol):
         ...
 
     def suspend(
-        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ...
+        self,
+        mode: KVCacheManagementMode | None = None,
+        release: Sequence[str] = ...,
+        discard_weights: bool = ...,
     ) -> Any:
         """Release memory: PAUSED -> SUSPENDED. Returns a SuspendReport."""
         ...
@@ -94,6 +97,7 @@ class GenerationPhase:
         version: int | None,
         mode: KVCacheManagementMode | None,
         release: Sequence[str],
+        discard_weights: bool,
     ) -> None:
         if (weight_sync is None) != (named_parameters is None):
             raise ConfigError(
@@ -110,7 +114,7 @@ class GenerationPhase:
         if weight_sync is not None and named_parameters is not None:
             self._push = (weight_sync, named_parameters)
         self._version = version
-        self._mode, self._release = mode, tuple(release)
+        self._mode, self._release, self._discard = mode, tuple(release), discard_weights
         self._seconds: dict[str, float] = {}
         self._reports: dict[str, Any] = {}
         self._generate_start_s = 0.0
@@ -205,7 +209,7 @@ class GenerationPhase:
         yield from self._exit_calls()
 
     def _suspend(self) -> Any:
-        return self._llm.suspend(self._mode, self._release)
+        return self._llm.suspend(self._mode, self._release, self._discard)
 
     def _run(self, calls: Iterator[_NamedCall]) -> None:
         for name, call in calls:
@@ -246,6 +250,7 @@ def generation_phase(
     version: int | None = None,
     mode: KVCacheManagementMode | None = None,
     release: Sequence[str] = ("kv_cache",),
+    discard_weights: bool = False,
 ) -> GenerationPhase:
     """Return a context manager that runs the engine in a `with` or `async with` block.
 
@@ -260,6 +265,8 @@ def generation_phase(
     `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", a
     suspended engine must have been suspended with the same `release`; entry restores its weights
     before the push and the rest after it.
+    `discard_weights`: keep no copy of released weights. Before the engine runs again, the trainer
+    must push all weights: a push then writes them in place, without memory for a second copy.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
@@ -267,4 +274,6 @@ def generation_phase(
     Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, if `version` is
     given without them, and on entry for a plain `with` of an asynchronous LLM.
     """
-    return GenerationPhase(llm, weight_sync, named_parameters, version, mode, release)
+    return GenerationPhase(
+        llm, weight_sync, named_parameters, version, mode, release, discard_weights
+    )

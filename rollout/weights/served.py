@@ -193,10 +193,11 @@ class ServedWeights:
         """Check names, shapes, dtypes and values of an update, and pack it. The model stays as it
         is.
 
-        A weight that cannot be exchanged at the commit is backed up. A rank of several stages its
-        parts, and leaves checks of values to `verify`. The host waits for each device once. Sharded
-        tensors are gathered in the order of their names, which is a collective of all ranks that
-        have a part. `check` is called before each tensor, and may raise to end staging.
+        A weight that cannot be exchanged at the commit is backed up. While the values are missing,
+        nothing is packed or backed up: the commit writes the tensors in place. A rank of several
+        stages its parts, and leaves checks of values to `verify`. The host waits for each device
+        once. Sharded tensors are gathered in the order of their names, which is a collective of all
+        ranks that have a part. `check` is called before each tensor, and may raise to end staging.
         `source_checksum`: the expected result of `checksum_of` for the tensors as they arrive; ""
         skips that check.
 
@@ -222,13 +223,15 @@ class ServedWeights:
                 if origin in kept.tensors
             }
             slots = self._model.weight_slots()
+            fills_missing = not self.has_values
             return StagedWeights(
-                packed=self._pack(origins, values, check),
-                replacement=self._replacement(values, memory),
+                packed=[] if fills_missing else self._pack(origins, values, check),
+                replacement=self._replacement(values, memory, fills_missing=fills_missing),
                 num_writes=num_writes,
                 num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in values.items()),
                 bases=adapted.bases,
                 follows_served=adapted.follows_served,
+                fills_missing=fills_missing,
                 share=kept.share,
                 checksum=checksum,
                 is_finite=is_finite,
@@ -248,10 +251,19 @@ class ServedWeights:
         hash_own = partial(self._hasher.of_whole, index=0) if hashes_own else None
         return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
-    def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:
-        """Return the Replacement that writes new values to the weights that are not repacked."""
+    def _replacement(
+        self, values: Mapping[str, Tensor], memory: StagingMemory, *, fills_missing: bool
+    ) -> Replacement:
+        """Return the Replacement that writes new values to the weights that have no packed copy.
+
+        `fills_missing`: no weight has a packed copy, nor a value worth a backup.
+        """
         slots = self._model.weight_slots()
-        tensors = {name: tensor for name, tensor in values.items() if not slots[name].is_repacked}
+        tensors = {
+            name: tensor
+            for name, tensor in values.items()
+            if fills_missing or not slots[name].is_repacked
+        }
         if isinstance(memory, StagingArena):
             if memory.has_any_of(tensors):
                 device = next(self._model.parameters()).device
@@ -259,7 +271,8 @@ class ServedWeights:
                 return Exchange(slots, memory, writable, self._chunk_bytes, device)
             memory.release()
         # Another update may have been committed since staging began: back up what serves now.
-        return Overwriting(slots, tensors, self._backups, self._num_writes, self._chunk_bytes)
+        backups = None if fills_missing else self._backups
+        return Overwriting(slots, tensors, backups, self._num_writes, self._chunk_bytes)
 
     def verify(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
@@ -307,6 +320,11 @@ class ServedWeights:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
+        if staged.fills_missing and self.has_values:
+            raise WeightUpdateError(
+                "other weights were committed after this update was staged, when the weights' "
+                "values were missing; stage it again"
+            )
         staged.replacement.reserve(self._num_writes)
         staged.replaced = replaced = Replaced(
             num_writes=self._latest_write + 1,
@@ -347,7 +365,8 @@ class ServedWeights:
         """Put back the values and the state from before a commit. The update can be committed
         again."""
         staged.replacement.roll_back()
-        replaced.packed.restore()
+        if not staged.fills_missing:
+            replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self.is_finite, self._bases = replaced.was_finite, replaced.bases
         self._num_writes = replaced.num_writes_before

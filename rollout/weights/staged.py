@@ -51,7 +51,8 @@ class StagedWeights:
     number of updates that had been written when this one was staged. `num_bytes`: size of the
     weights that change: all of them, except under an adapter. `bases`: adapted weights without
     their adapter, by name. `follows_served`: whether it is an adapter on the weights that served
-    then. `share`: this rank's part of the fingerprints. `checksum`, `is_finite`: of all weights; ""
+    then. `fills_missing`: whether the weights' values were missing then, so that it has no backup.
+    `share`: this rank's part of the fingerprints. `checksum`, `is_finite`: of all weights; ""
     until `verify` has the shares of all ranks. `is_spent`: whether it was committed, and not rolled
     back. `replaced`: the state before its commit. `elsewhere`: handle of the parts that the other
     ranks have staged, which they drop when it is freed. `started_at`: start of staging, by
@@ -64,6 +65,7 @@ class StagedWeights:
     num_bytes: int
     bases: Mapping[str, Tensor]
     follows_served: bool
+    fills_missing: bool
     share: WeightShare
     is_spent: bool = False
     replaced: Replaced | None = None
@@ -183,19 +185,23 @@ class BackupKeeper:
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and rolls back from a backup."""
+    """Implements `Replacement`: copies tensors in place, and rolls back from a backup.
+
+    Where the old values are missing, there is no backup, and a rollback leaves them missing.
+    """
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
         tensors: Mapping[str, Tensor],
-        backups: BackupKeeper,
+        backups: BackupKeeper | None,
         num_writes: int,
         chunk_bytes: int,
     ) -> None:
         """Back up the weights that serve after `num_writes` writes, before the stall of the commit.
 
-        `chunk_bytes`: size of the temporary memory, or one row, in which a device casts.
+        `backups`: None if the old values are missing. `chunk_bytes`: size of the temporary memory,
+        or one row, in which a device casts.
         """
         self._slots, self._tensors, self._chunk_bytes = slots, tensors, chunk_bytes
         self._backups = backups
@@ -204,7 +210,7 @@ class Overwriting:
         self.reserve(num_writes)
 
     def reserve(self, num_writes: int) -> None:
-        if self._num_writes != num_writes:
+        if self._backups is not None and self._num_writes != num_writes:
             self._num_writes = self._backup = None  # its memory is free for the next one
             with blaming("backing up the weights"):
                 self._backup = self._backups.backup(num_writes)
@@ -218,8 +224,9 @@ class Overwriting:
                     rows.slot.write(rows.values, rows.first_row)
 
     def roll_back(self) -> None:
-        assert self._backup is not None, "no reserve before the commit"
-        self._backup.restore()
+        if self._backups is not None:
+            assert self._backup is not None, "no reserve before the commit"
+            self._backup.restore()
 
 
 # ---- replacement by exchange, without a backup

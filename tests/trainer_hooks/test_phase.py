@@ -8,7 +8,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.config import KVCacheManagementMode
 from rollout.control.state import EngineState
-from rollout.errors import ConfigError, WeightUpdateError
+from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from rollout.testing import FakeAsyncLLM
 from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import FakeLLM, fake_async_llm
@@ -226,3 +226,14 @@ def test_generation_phase_ends_with_the_requested_suspend() -> None:
     with generation_phase(llm, mode=KVCacheManagementMode.OFFLOAD, release=["weights"]):
         pass
     assert llm.suspended_with == (KVCacheManagementMode.OFFLOAD, ("weights",))
+
+
+def test_generation_phase_with_discard_weights_needs_a_push_before_the_next_block() -> None:
+    llm = FakeLLM()
+    both = ("kv_cache", "weights")
+    with generation_phase(llm, release=both, discard_weights=True):
+        pass
+    with pytest.raises(EngineStateError), generation_phase(llm, release=both):
+        pass
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, release=both):
+        assert llm.state is EngineState.RUNNING

@@ -311,6 +311,14 @@ class JobSettings(Settings):
         return self.model.lora is not None or self.trainer.strategy == "fsdp2"
 
     @property
+    def discards_weights(self) -> bool:
+        """Whether engines keep no copy of the weights whose memory they release for the trainer.
+
+        False where an adapter is trained: its pushes do not bring the base weights back.
+        """
+        return "weights" in self.weight_sync.release and self.model.lora is None
+
+    @property
     def title(self) -> str:
         """The job's algorithm and data, for tables and plots."""
         kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()

@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
+from rollout.backends.cpu.mapping import trim_heap
 from rollout.errors import ConfigError, WeightUpdateError
 from trainer_hooks import (
     ReferencePolicy,
@@ -81,7 +82,9 @@ class Learner:
             self.critic = Critic(policy, algorithm.critic)
             rate = algorithm.critic.learning_rate
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
-        self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=trainer.betas, weight_decay=0.0, fused=True
+        )
         self.scheduler = scheduler_of(self.optimizer, trainer)
         self._guard = GuardedStep(
             self.optimizer, trainer.max_grad_norm, trainer.max_skipped_steps, ranks,
@@ -193,8 +196,9 @@ class Learner:
             for part in parts
         ]
         policy_group["lr"] = rates[0]
+        self.optimizer.zero_grad()
+        trim_heap()  # the gradients' memory is free while engines generate
         if not any(reports):  # no gradient; the scheduler still expects an optimizer step
-            self.optimizer.zero_grad()
             self.optimizer.step()
         self.scheduler.step()
         if self.reference is not None:

@@ -270,7 +270,9 @@ class Run:
         Writes NUM_ANSWERS greedy answers to answers.jsonl.
         """
         sync = self.settings.weight_sync
-        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
+        # The weights are kept: the next batch needs them, and no push comes before it.
+        release = [name for name in sync.release if name != "weights"]
+        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=release)
         async with nullcontext() if sync.mode == "in_flight" else phase:
             reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
             answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
@@ -449,12 +451,15 @@ class Training:
 
         Unless weights are synchronised in flight, engines run only in this call and in evaluations.
         """
-        sync = self.run.settings.weight_sync
-        if sync.mode == "in_flight":
+        settings = self.run.settings
+        if settings.weight_sync.mode == "in_flight":
             with self.account.spend("wait"):
                 return await anext(self.producer)
+        release, discards = settings.weight_sync.release, settings.discards_weights
         with self.account.spend("generate"):
-            async with generation_phase(self.llm, release=sync.release) as phase:
+            async with generation_phase(
+                self.llm, release=release, discard_weights=discards
+            ) as phase:
                 batch = await anext(self.producer)
         self.account.reassign_phase(phase.timings())
         return batch
