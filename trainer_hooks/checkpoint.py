@@ -1,9 +1,9 @@
 """Checkpoints of a training run, and a counter whose weights versions are never used twice.
 
 Used by users' training loops, `trainer_hooks.train.main` and `trainer_hooks.train.learner`;
-`trainer_hooks.doctor.command` reads the checkpoints. It writes and deletes step_<step> directories,
-sets torch's, numpy's and Python's random states on a load, and writes a file with the highest
-version.
+`trainer_hooks.doctor.command` reads the checkpoints, `trainer_hooks.weight_sync.fsdp2` implements
+StatefulOptimizer. It writes and deletes step_<step> directories, sets torch's, numpy's and Python's
+random states on a load, and writes a file with the highest version.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
 Used by users' training loops and by AsyncRolloutProducer for its batches. `trainer_hooks.update`,
-`trainer_hooks.metrics.measure`, `trainer_hooks.train` and the doctor read RolloutBatch; the doctor
-also calls the checks of log-probs. No function changes its arguments.
+`trainer_hooks.metrics.measure`, `trainer_hooks.train` and `trainer_hooks.doctor` read RolloutBatch.
+No function changes its arguments.
 
 Shape letters: R rollouts, B rows, T positions of prompt + completion, right padded, L layers with
 experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token sequence of a

@@ -1,7 +1,7 @@
 """JsonlWriter: writes metrics as one JSON object per line, readable while the run continues.
 
-Used by MetricsLogger and `trainer_hooks.train.samples`. `trainer_hooks.train.report` and users read
-the files.
+Used by MetricsLogger, `trainer_hooks.train.samples` and `trainer_hooks.train.main`.
+`trainer_hooks.train.report`, `trainer_hooks.train.main` and users read the files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MetricsLogger: writes each row of metrics to a JSONL file, wandb and the console.
 
-Used by users' training loops, `trainer_hooks.train.run_files`, which makes the one of a job,
-`trainer_hooks.train.samples`, and by engines as `metrics_writer`.
+Used by users' training loops, by `trainer_hooks.train.main` and `trainer_hooks.train.samples`, for
+which `trainer_hooks.train.run_files` makes it, and by engines as `metrics_writer`.
 """
 
 from __future__ import annotations

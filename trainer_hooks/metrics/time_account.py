@@ -1,7 +1,8 @@
 """TimeAccount: divides the trainer's seconds into categories that add up to the wall time.
 
-Used by users' training loops and `trainer_hooks.train.main`; `trainer_hooks.metrics.measure` takes
-StepTimes. EngineUse divides the engines' time into computing and idle.
+Used by users' training loops and `trainer_hooks.train.main`; `trainer_hooks.train.dashboard` shows
+the current category, and `trainer_hooks.metrics.measure` takes StepTimes. EngineUse divides the
+engines' time into computing and idle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Checks of the rows of a prompt source, so that no bad row stops a job in the middle.
 
-Used by `trainer_hooks.train.task` and `trainer_hooks.train.prompts`. `check_rows` reads every row
-once before the job begins, CheckedWhenRead checks rows as they are read. Both log bad rows.
+Used by `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
+`trainer_hooks.prompts.sources`. `check_rows` reads every row once before the job begins,
+CheckedWhenRead checks rows as they are read. Both log bad rows.
 """
 
 from __future__ import annotations

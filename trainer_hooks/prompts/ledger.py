@@ -1,8 +1,8 @@
 """PromptLedger: issues the prompts of each epoch in order, also across crashes and resumes.
 
 Used by AsyncRolloutProducer and its parts, `evaluate`, `trainer_hooks.train.warm_up` and users'
-training loops. It is the only writer of the position in the prompts and of their histories. It
-writes no file.
+training loops; PromptItem is a prompt in all of trainer_hooks. The ledger is the only writer of the
+position in the prompts and of their histories. It writes no file.
 """
 
 from __future__ import annotations

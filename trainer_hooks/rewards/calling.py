@@ -1,6 +1,7 @@
 """Calls a reward function with the arguments that its signature names, and checks its result.
 
-Used by RewardRunner, `trainer_hooks.rewards.process` and the adapters. Keeps no state.
+Used by RewardRunner, `trainer_hooks.rewards.process` and the adapters; the producer, `evaluate` and
+AgentRollouts use the type RewardFunction. Keeps no state.
 """
 
 from __future__ import annotations

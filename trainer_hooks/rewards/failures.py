@@ -1,7 +1,8 @@
 """Errors of reward functions, and log messages about these errors and about slow calls.
 
-Used by RewardRunner, `trainer_hooks.rewards.process`, RewardProcesses and VerlReward. Users catch
-the errors. `trainer_hooks.environments.faults` logs its faults by the same FailureLog.
+Used by RewardRunner, `trainer_hooks.rewards.process`, RewardProcesses and VerlReward. The producer
+and `evaluate` catch RewardFailed, `rollout train` RewardFunctionError. The environments'
+`trainer_hooks.environments.faults` uses FailureLog.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Learner:
 
         All `ranks` read the checkpoint and keep their parts. The reference policy is read from
         reference/ beside the checkpoints, and from this checkpoint if it moves; an adapter's
-        reference is its base. Raises ConfigError if the checkpoint's run had another model, no
-        reference policy or another optimizer.
+        reference is its base. Raises ConfigError if the checkpoint's run had another model
+        shape, no reference policy or another optimizer.
         """
         ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
