@@ -32,11 +32,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Replace the directory `target` by the finished directory `staging`, by two renames.
-
-    A kill between them leaves the old directory under the name `.<name>.old`, which
-    `restore_directory` renames back.
-    """
+    """Replace the directory `target` by `staging`. Renames `target` first, then `staging`."""
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)

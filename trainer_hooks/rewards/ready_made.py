@@ -77,7 +77,6 @@ def reasoning_gym_reward(
 
 @functools.cache
 def _verifier(dataset: str) -> Callable[..., float]:
-    """Return the scoring function of a reasoning-gym dataset, by the dataset's name."""
     try:
         from reasoning_gym import get_score_answer_fn
     except ImportError as error:

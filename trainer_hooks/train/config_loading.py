@@ -140,11 +140,7 @@ def _is_left_open(value: Any) -> bool:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether a plain value fits the type `kind`.
-
-    Parts of a list or mapping are not checked. Any value fits a type that YAML does not have, such
-    as an enum, which checks it later.
-    """
+    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks: an enum."""
     origin = typing.get_origin(kind)
     if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))

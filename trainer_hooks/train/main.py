@@ -347,10 +347,7 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """Start the engines that the settings ask for, and stop them after the block.
-
-        `policy`: a model or its directory. `version`: version of its weights.
-        """
+        """Start the engines that the settings ask for. `policy`: a model or its directory."""
         tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(

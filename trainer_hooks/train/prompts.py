@@ -104,9 +104,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the mixture of `data.sources`, whose rows carry their source's name, or the only
-    source.
-    """
+    """Return the mixture of `data.sources`, with their names in the rows, or the only source."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})

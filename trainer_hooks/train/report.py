@@ -392,10 +392,7 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """Return the completion's HTML, a span for each run of tokens of one version.
-
-    If it has several versions, the spans are labelled with theirs.
-    """
+    """Return the completion's HTML: a span per run of a version, labelled if there are several."""
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)
