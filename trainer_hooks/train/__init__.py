@@ -5,6 +5,9 @@ and rewards, `report` the HTML page of a run. A training loop of your own can us
 needs nothing else of this package, and no other part of trainer_hooks imports it.
 """
 
-from trainer_hooks.train.dashboard import Dashboard, watch_step
+from rollout.extras import extra_needed
+
+with extra_needed("train", "trainer_hooks.train"):
+    from trainer_hooks.train.dashboard import Dashboard, watch_step
 
 __all__ = ["Dashboard", "watch_step"]
