@@ -34,6 +34,7 @@ COMMANDS = {
 }
 # Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
+ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # the help texts of known ones
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +88,7 @@ def _commands_of_packages() -> dict[str, EntryPoint]:
 def _help() -> str:
     lines = [f"  {name:<13}{about}" for name, about in COMMANDS.items()]
     lines += [
-        f"  {name:<13}a command of {entry.module}"
+        f"  {name:<13}{ABOUT_PACKAGES.get(name, f'a command of {entry.module}')}"
         for name, entry in sorted(_commands_of_packages().items())
     ]
     return "\n".join(
