@@ -1,4 +1,4 @@
-"""The process of vLLM in `benchmarks.peers`, on a CPU. `benchmarks.peers_environments` starts it."""
+"""The process of vLLM in `benchmarks.peers`. `benchmarks.peers_environments` starts it."""
 
 from __future__ import annotations
 
