@@ -1,20 +1,22 @@
 """ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
 
-Used as the `console` of a MetricsLogger, and by the training job's dashboard where there is no
-terminal.
+Used as the `console` of a MetricsLogger, by `trainer_hooks.train.main` for the warm-up, and by the
+dashboard where there is no terminal. It prints to a rich Console.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from rollout.extras import extra_needed
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.stage_clock import StageClock
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 # Format of each shown metric, by name.
 DEFAULT_COLUMNS = {
@@ -27,9 +29,12 @@ DEFAULT_COLUMNS = {
 class ProgressView:
     """A progress bar beside the latest values of a few metrics.
 
-    `columns`: format of each shown metric, by name.
+    `console`: where to print; None for standard output.
+    `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
     `line_interval`: number of steps between printed lines if the output is not a terminal.
     `clock`: returns seconds, for the elapsed time.
+
+    Raises ConfigError without the package rich.
     """
 
     def __init__(
@@ -39,6 +44,8 @@ class ProgressView:
         line_interval: int = 10,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        with extra_needed("train", "ProgressView"):
+            from rich.console import Console
         self._console = console or Console()
         self._columns = DEFAULT_COLUMNS if columns is None else columns
         self._line_interval, self._stage_clock = line_interval, StageClock(clock)
@@ -50,15 +57,21 @@ class ProgressView:
         self._latest: dict[str, Any] = {}
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
-        """Begin a bar of `num_steps` that follows the metric `step_name`. Ends the bar before
-        it.
-        """
+        """End the bar, if any, and begin one of `num_steps` that follows the metric `step_name`."""
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
         self._stage_clock.start(num_steps)
         if not self._console.is_terminal:
             return
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -71,7 +84,7 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row. A row without the stage's step only updates the values."""
+        """Show one row of metrics. A row without the stage's step only updates the values."""
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])
