@@ -5,7 +5,7 @@ requests and their records, states, the order of calls in a weight update, count
 implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline, WorkerExecutor (with
 TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` connects
 them. Another model runner replaces the executor and the suspension. An engine with another
-scheduler, such as vLLM, replaces all four.
+scheduler, such as vLLM, replaces all four. `rollout.coordinator.agent.updates` keeps StagedUpdates.
 
 All methods are called from the thread that steps, except where they say otherwise. Rules of all
 implementations, which tests/contracts/test_engine_parts.py checks:
