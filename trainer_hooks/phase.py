@@ -186,7 +186,7 @@ class GenerationPhase:
             if self._llm.state is EngineState.RUNNING:
                 yield "pause", self._llm.pause
             # The push needs the weights' memory. Other memory is restored after it.
-            if self._llm.state is EngineState.SUSPENDED and "weights" in self._release:
+            if self._llm.state is EngineState.SUSPENDED:
                 yield "resume_weights", lambda: self._llm.resume(only="weights")
             push = weight_sync.apush if asynchronous else weight_sync.push
             yield "update", lambda: push(named_parameters, self._version)
@@ -262,9 +262,8 @@ def generation_phase(
     phase without new weights.
     `version`: version of the pushed weights; None for the engine's next version.
     `mode`: KVCacheManagementMode of the suspend; None takes the mode of the engine's config.
-    `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", a
-    suspended engine must have been suspended with the same `release`; entry restores its weights
-    before the push and the rest after it.
+    `release`: resources that the suspend releases, "kv_cache" and "weights". Entry restores
+    released weights before the push and the rest after it.
     `discard_weights`: keep no copy of released weights. Before the engine runs again, the trainer
     must push all weights: a push then writes them in place, without memory for a second copy.
 

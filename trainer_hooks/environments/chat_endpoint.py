@@ -1,6 +1,6 @@
 """ChatEndpoint: chat completions over HTTP on the loopback interface, for agents' programs.
 
-Used by verifiers_v1.
+Used by `trainer_hooks.environments.verifiers_v1`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 
-from aiohttp import web
-
+from rollout.extras import extra_needed
 from trainer_hooks.environments.chat_session import ChatSession, ContextTooLongError
+
+with extra_needed("serve", "ChatEndpoint"):
+    from aiohttp import web
 
 _MAX_BODY_BYTES = 64 << 20
 
