@@ -32,7 +32,7 @@ from trainer_hooks.rewards.failures import (
     RewardFunctionError,
     RewardProcessesClosed,
     SlowCallWarnings,
-    place_of,
+    raised_at,
 )
 from trainer_hooks.rewards.limiter import CallLimiter, Permit
 from trainer_hooks.rewards.processes import RewardProcesses, Watch, in_thread
@@ -162,7 +162,7 @@ class RewardRunner:
                 return RewardFunctionError(
                     f"the reward function {name} has never succeeded: its first "
                     f"{self._num_first_failures} scores failed, the last one in {num_attempts} "
-                    f"attempts with {place_of(error)}: {error}; mend it, or raise "
+                    f"attempts with {raised_at(error)}: {error}; mend it, or raise "
                     "max_first_failures of its RewardRunner"
                 )
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
