@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollout.errors import ConfigError
 from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.collate import collate_rollouts, trained_logprobs
+from trainer_hooks.collate import collate_rollouts, logprobs_mode_of
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
@@ -195,7 +195,7 @@ class AsyncRolloutProducer:
             llm, group_size, batch_groups, max_attempts, version_timeout_s, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
-        self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
+        self._logprobs_mode = logprobs_mode_of(sampling_params, self._temperature)
         self.ledger = ledger_of(prompts, seed, shuffle, num_epochs, curriculum)
         self._reward, self._owns_reward = as_runner(reward_fn)
         maker = GroupMaker(

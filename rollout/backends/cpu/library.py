@@ -1,6 +1,7 @@
 """Build the C kernels with the system's compiler, once per machine and version, and load them.
 
-`cpu_backend` calls `load_library`. The shared object is kept in the user's cache directory.
+`rollout.backends.cpu.backend` calls `load_library`. The shared object is written to the user's
+cache directory, and read from there afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rollout.backends.cpu.user_cache import private_folder
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ROLLOUT_NATIVE"  # "0" turns the kernels off
+SWITCH = "ROLLOUT_NATIVE"  # environment variable; "0" turns the kernels off
 _FOLDER = Path(__file__).parent / "native"
 # No -ffast-math: the kernels distinguish NaN and infinity. Vectors and fused multiply-adds are
 # explicit in the source, so that results have the same bits for each -march.
@@ -34,9 +35,10 @@ _FALLBACK = "using torch, which is 2 to 3 times slower"
 
 
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None and log the reason in one line.
+    """Return the compiled kernels.
 
-    None if ROLLOUT_NATIVE=0, without a C compiler, or if compiling or loading fails.
+    Returns None, and logs the reason in one line, if ROLLOUT_NATIVE is 0, without a C compiler, or
+    if compiling or loading fails.
     """
     if os.environ.get(SWITCH) == "0":
         logger.info("native kernels: off (%s=0); using torch", SWITCH)
@@ -59,12 +61,13 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _build(compiler: str) -> tuple[Path, bool]:
-    """Return the shared object for these sources, compiler, flags and CPU; whether it is new."""
+    """Return the path of the shared object for these sources, compiler, flags and CPU, and whether
+    it was compiled now."""
     sources = sorted(_FOLDER.glob("*.c"))
     path = private_folder("native") / f"{_digest(compiler, sources)}.so"
     if path.exists():
         return path, False
-    # Compiled to another name and then renamed: other processes see all of it or nothing.
+    # Compile to another name, then rename: other processes see a whole file or none.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
@@ -76,10 +79,8 @@ def _build(compiler: str) -> tuple[Path, bool]:
 
 
 def _compile(command: list[str]) -> None:
-    """Compile with OpenMP, or without it if the compiler lacks it.
-
-    `decoder.c` and `exchange` then use one thread.
-    """
+    """Run the compile command with OpenMP, or without it if the compiler lacks it. All kernels then
+    run on one thread, except where Python splits the work."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMPILE_TIMEOUT_S}
     if subprocess.run([*command, "-fopenmp"], **options).returncode:
         subprocess.run(command, check=True, **options)
@@ -93,10 +94,8 @@ def _digest(compiler: str, sources: list[Path]) -> str:
 
 
 def _cpu_identity() -> str:
-    """Return a text that identifies the CPU type, on which -march=native depends.
-
-    It is part of the digest, since different machines may share a home folder.
-    """
+    """Return a text that identifies the CPU type, on which -march=native depends. It is part of the
+    digest, because different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
