@@ -50,7 +50,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := wandb,hf,serve,demo,docs,dev
+EXTRAS := serve,train,hf,wandb,demo,docs,dev
 # Named after what was installed and where, so that only a change of either installs again.
 STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; } | cksum | cut -d' ' -f1)
 # What a CUDA machine has; its versions go before those of constraints.txt.

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from rollout.errors import ConfigError
+from rollout.extras import INSTALL
 from rollout.json_files import read_optional_object
 
-INSTALL_TEXT = "pip install transformers jinja2"
+INSTALL_TEXT = INSTALL["hf"]
 
 _logger = logging.getLogger(__name__)
 # A directory with one of these has a tokenizer that transformers can load.

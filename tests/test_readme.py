@@ -58,17 +58,19 @@ def test_nothing_tells_to_install_this_package_from_an_index_where_it_is_not_our
 def test_extras_that_are_named_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = set(re.findall(r"^([a-z]+) = \[", table, flags=re.MULTILINE))
-    sources = [*ROOT.glob("*.txt"), *PAGES]
+    extras = set(re.findall(r"^([a-z0-9]+) = \[", table, flags=re.MULTILINE))
+    sources = [*ROOT.glob("*.txt"), *PAGES, *(ROOT / ".github").rglob("*.yml")]
     for package in ("rollout", "trainer_hooks", "examples", "benchmarks", "scripts"):
         sources += (ROOT / package).rglob("*.py")
     named = {
         (path.name, extra)
         for path in sources
         for group in re.findall(
-            r"(?:rollout-engine|'\.)\[([a-z,]+)\]", path.read_text(encoding="utf-8")
+            r"(?:rollout-engine|'\.)\[([a-z0-9,]+)\]", path.read_text(encoding="utf-8")
         )
         for extra in group.split(",")
     }
-    assert {extra for _, extra in named} >= {"slurm", "data", "trl"}
+    for group in re.findall(r"^EXTRAS := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE):
+        named |= {("Makefile", extra) for extra in group.split(",")}
+    assert {extra for _, extra in named} >= {"slurm", "smollm2", "trl"}
     assert [(name, extra) for name, extra in sorted(named) if extra not in extras] == []

@@ -44,6 +44,7 @@ from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
+from rollout.extras import extra_needed
 from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
@@ -417,7 +418,9 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
     if not is_shown:
         yield lambda count: None
         return
-    with apis.progress_bar(total) as advance:
+    with extra_needed("serve", "progress=True"):
+        progress_bar = apis.progress_bar
+    with progress_bar(total) as advance:
         yield advance
 
 

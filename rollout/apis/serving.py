@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from rollout.apis.llm import LLM, own_runtime
 from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.control.state import EngineState
 from rollout.errors import EngineStateError, RolloutError
+from rollout.extras import extra_needed
 from rollout.serve.config import ServeConfig
 from rollout.serve.llm import ServedLLM
-from rollout.serve.server import Server
+
+if TYPE_CHECKING:
+    from rollout.serve.server import Server
 
 
 class Serving:
@@ -39,7 +43,12 @@ class Serving:
         return None if self._server is None else self._server.lost
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
-        """Start the server; if `blocking`, wait for its end. See AsyncLLM.serve."""
+        """Start the server; if `blocking`, wait for its end. See AsyncLLM.serve.
+
+        Raises ConfigError without the extra `serve`.
+        """
+        with extra_needed("serve", "serving over HTTP"):
+            from rollout.serve.server import Server
         async with self._starting:
             if self._server is not None:
                 raise EngineStateError("this AsyncLLM serves already; await stop_serving() first")

@@ -142,7 +142,8 @@ def _cuda_backend(
         from rollout.backends.cuda.backend import cuda_backend
     except ImportError as error:
         raise ConfigError(
-            f"device='cuda' needs Triton ({error}): pip install triton, or use device='cpu'"
+            f"device='cuda' needs Triton ({error}): pip install triton (extra 'gpu'), or use "
+            "device='cpu'"
         ) from error
     num_graphs, max_mixed = config.num_cuda_graphs, config.cuda_graph_mixed_prefill_count
     max_mixed = DEFAULT_NUM_MIXED_GRAPHS if max_mixed is None else max_mixed

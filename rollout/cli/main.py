@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from rollout import __version__
 from rollout.cli.settings import UsageError
 from rollout.errors import ConfigError, InvalidRequestError, RolloutError
+from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
 
 USAGE, FAULT, INTERRUPTED = 2, 1, 130  # exit codes
@@ -66,9 +67,11 @@ def _run(words: list[str]) -> int:
         print(f"rollout {__version__}")
         return 0
     if name in COMMANDS:
-        run = import_module(f"rollout.cli.{name}").run
+        with extra_needed("serve", f"rollout {name}"):
+            run = import_module(f"rollout.cli.{name}").run
     elif name in (others := _commands_of_packages()):
-        run = others[name].load()
+        with extra_needed(name, f"rollout {name}"):  # named after the command
+            run = others[name].load()
     else:
         known = [*COMMANDS, *others]
         remedy = remedy_of_unknown(name, known, f"one of: {', '.join(known)}", cutoff=0.6)

@@ -262,5 +262,7 @@ def _imported_ray() -> Any:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        raise ConfigError(f"RayLauncher needs Ray: pip install 'ray>=2.40' ({error})") from error
+        raise ConfigError(
+            f"RayLauncher needs Ray: pip install 'ray>=2.40' (extra 'ray'); {error}"
+        ) from error
     return ray

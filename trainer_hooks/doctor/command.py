@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from rollout.errors import ConfigError
+from rollout.extras import extra_needed
 from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.checkpoint import NUM_KEPT, read_trainer_state
 from trainer_hooks.collate import RolloutBatch
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with status 2.
     """
     given = _parser().parse_args(arguments)
+    with extra_needed("train", "the doctor"):
+        from rich.console import Console
     console, errors = Console(), Console(stderr=True)
     try:
         diagnosis = examine_files(given)
@@ -116,9 +118,9 @@ def files_of_run(directory: Path) -> RunFiles:
 
 
 def _load(setting: str, path: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
+    with extra_needed("hf", setting):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     model: nn.Module = load_pretrained(AutoModelForCausalLM, setting, str(path))
     return model

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
+from rollout.extras import extra_needed
 from trainer_hooks.doctor.diagnosis import Diagnosis
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 _STYLES = {"sound": "bold green", "fault": "bold red", "inconclusive": "bold yellow"}
 _NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
@@ -19,8 +20,11 @@ def report(diagnosis: Diagnosis) -> RenderableType:
     """Return the verdict, each finding with its remedy, and tables, to be printed by rich.
 
     The tables show the shares of the squared gap by cause, the best hypotheses, the gaps by lag and
-    by place, and the tokens with the largest gaps.
+    by place, and the tokens with the largest gaps. Raises ConfigError without the package rich.
     """
+    with extra_needed("train", "the doctor's report"):
+        from rich.console import Group
+        from rich.text import Text
     known = f"{diagnosis.num_known_tokens} of {diagnosis.num_tokens} tokens examined"
     head = Text(diagnosis.verdict, style=_STYLES[diagnosis.verdict])
     head.append(
@@ -47,14 +51,14 @@ def report(diagnosis: Diagnosis) -> RenderableType:
 
 
 def _shares(shares: Mapping[str, float]) -> Table:
-    table = Table("cause", "share of the squared gap", title="causes of the gap")
+    table = _new_table("causes of the gap", "cause", "share of the squared gap")
     for name, share in shares.items():
         table.add_row(name, f"{share:.1%}")
     return table
 
 
 def _explanations(diagnosis: Diagnosis) -> Table:
-    table = Table("hypothesis", "side", "explains", "leaves, nats", title="hypotheses")
+    table = _new_table("hypotheses", "hypothesis", "side", "explains", "leaves, nats")
     for tried in diagnosis.explanations[:_NUM_EXPLANATIONS]:
         share = f"{tried.share:.1%}" if tried.share > -1.0 else "nothing"
         table.add_row(tried.name, tried.side, share, f"{tried.residual_rms:.2e}")
@@ -62,12 +66,18 @@ def _explanations(diagnosis: Diagnosis) -> Table:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title=title)
+    table = _new_table(title)
     for name in rows[0] if rows else ():
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*map(_cell, row.values()))
     return table
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, title=title)
 
 
 def _cell(value: Any) -> str:

@@ -9,9 +9,11 @@ import contextlib
 import secrets
 from collections.abc import Iterator
 
-from aiohttp import web
-
+from rollout.extras import extra_needed
 from trainer_hooks.environments.chat_session import ChatSession, ContextTooLongError
+
+with extra_needed("serve", "ChatEndpoint"):
+    from aiohttp import web
 
 _MAX_BODY_BYTES = 64 << 20
 

@@ -44,7 +44,8 @@ class OpenEnvironment(Environment):
             from openenv.core import GenericEnvClient
         except ImportError as error:
             raise ConfigError(
-                "environments behind an OpenEnv server need its client: pip install openenv"
+                "environments behind an OpenEnv server need its client: pip install openenv "
+                "(extra 'openenv')"
             ) from error
         self._client = GenericEnvClient(base_url, message_timeout_s=message_timeout_s)
         self._action_field, self._observation_field = action_field, observation_field

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from rollout.extras import extra_needed
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.stage_clock import StageClock
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 # Format of each shown metric, by name.
 DEFAULT_COLUMNS = {
@@ -31,6 +33,8 @@ class ProgressView:
     `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
     `line_interval`: number of steps between printed lines if the output is not a terminal.
     `clock`: returns seconds, for the elapsed time.
+
+    Raises ConfigError without the package rich.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class ProgressView:
         line_interval: int = 10,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        with extra_needed("train", "ProgressView"):
+            from rich.console import Console
         self._console = console or Console()
         self._columns = DEFAULT_COLUMNS if columns is None else columns
         self._line_interval, self._stage_clock = line_interval, StageClock(clock)
@@ -58,6 +64,14 @@ class ProgressView:
         self._stage_clock.start(num_steps)
         if not self._console.is_terminal:
             return
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),

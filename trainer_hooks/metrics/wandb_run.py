@@ -43,8 +43,8 @@ def start_wandb_run(
         import wandb
     except ImportError as error:
         raise ConfigError(
-            "logging to wandb needs the package: pip install wandb, or leave wandb out "
-            "of the logger"
+            "logging to wandb needs the package: pip install wandb (extra 'wandb'), or leave "
+            "wandb out of the logger"
         ) from error
     directory.mkdir(parents=True, exist_ok=True)
     run = wandb.init(

@@ -367,7 +367,9 @@ def _import_parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError("reading parquet needs pyarrow: pip install pyarrow") from error
+        raise ConfigError(
+            "reading parquet needs pyarrow: pip install pyarrow (extra 'data')"
+        ) from error
     return pyarrow.parquet
 
 
@@ -395,7 +397,7 @@ def _create_reasoning_gym(name: str, settings: dict[str, Any]) -> Any:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(
-            "reasoning-gym prompts need the package: pip install reasoning-gym"
+            "reasoning-gym prompts need the package: pip install reasoning-gym (extra 'data')"
         ) from error
     try:
         return reasoning_gym.create_dataset(name, **settings)

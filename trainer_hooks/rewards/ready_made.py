@@ -81,7 +81,7 @@ def _verifier(dataset: str) -> Callable[..., float]:
         from reasoning_gym import get_score_answer_fn
     except ImportError as error:
         raise ConfigError(
-            "reasoning-gym's rewards need the package: pip install reasoning-gym"
+            "reasoning-gym's rewards need the package: pip install reasoning-gym (extra 'data')"
         ) from error
     verifier: Callable[..., float] = get_score_answer_fn(dataset)
     return verifier

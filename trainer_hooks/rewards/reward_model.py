@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rollout.errors import ConfigError
+from rollout.extras import extra_needed
 from trainer_hooks.pretrained import load_pretrained
 from trainer_hooks.rewards.processes import in_thread
 
@@ -87,8 +88,8 @@ class RewardModel(BatchedReward):
 
     def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
         """Raises ConfigError unless `path` has a tokenizer and a model with one label."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
+        with extra_needed("hf", "RewardModel"):
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
         super().__init__(self._logits, batch_size)
         where = ("path of the reward model", path)
         self._tokenizer: Any = load_pretrained(AutoTokenizer, *where, truncation_side="left")

@@ -6,6 +6,9 @@ the rest. Examples and benchmarks use `job`, `task` and `warm_up`. No other part
 imports this package.
 """
 
-from trainer_hooks.train.dashboard import Dashboard, watch_step
+from rollout.extras import extra_needed
+
+with extra_needed("train", "trainer_hooks.train"):
+    from trainer_hooks.train.dashboard import Dashboard, watch_step
 
 __all__ = ["Dashboard", "watch_step"]

@@ -72,6 +72,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ConfigError(
-            "model.lora needs the package peft; pip install peft, or leave model.lora out"
+            "model.lora needs the package peft: pip install peft (extra 'lora'), "
+            "or leave model.lora out"
         ) from error
     return peft

