@@ -1,1 +1,1 @@
-"""Programs that measure the engine beside other engines and beside physical lower bounds."""
+"""Programs that compare the engine with other engines and with physical lower bounds."""

@@ -1,17 +1,16 @@
-"""Asynchronous GRPO beside the synchronous job: reward, and the parts of a step's time.
+"""Asynchronous and synchronous GRPO: rewards, and the parts of a step's time.
 
     python benchmarks/async_training.py
 
-Both are the demo of `rollout train` with num_engines=1: the engine in one process, the trainer in
-another, the same prompts, samples and steps. By turns (bound 0) each waits for the other; at bound
-1 the engine makes a batch while the one before it is trained on. Seeds interleaved: one kind, then
-the other. Writes a Markdown page and a JSON file.
+Both kinds run the demo of `rollout train` with num_engines=1: the engine in one process, the
+trainer in another, and the same prompts, samples and steps. "By turns" (staleness bound 0) each
+waits for the other. "Asynchronous" (bound 1) the engine generates a batch while the trainer trains
+on the one before. For each seed, one kind runs after the other. Writes a Markdown page and a JSON
+file.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import subprocess
 import sys
 import tempfile
@@ -25,16 +24,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import at_least_one, dated, publish, results_parser, table_row
 from trainer_hooks.metrics import read_jsonl
 
-ROOT = Path(__file__).parents[1]
 KINDS = {"by turns": "synchronous", "asynchronous": "asynchronous"}
-# Of both kinds. At the demo's 4e-4 after 5 steps both overshoot in the first 20 steps, and with
-# rollouts that are a version older it takes longer to recover from it: -0.075 at the end.
+# Settings of both kinds. With the demo's own, 4e-4 after 5 steps of warm-up, both overshoot in the
+# first 20 steps. With rollouts one version older the recovery takes longer: -0.075 at the end.
 RECIPE = (
     "trainer.learning_rate=2e-4",
     "trainer.warmup_steps=10",
@@ -49,7 +45,14 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """Rewards are sampled ones; times are medians over steps, in seconds; shares are means."""
+    """Figures of one run. Rewards are means of sampled rollouts.
+
+    reward_first, reward_last: over the first and last WINDOW_STEPS steps.
+    greedy_after: reward of greedy decoding on held-out problems at the end.
+    step_s: median seconds of a step. run_s: seconds of all steps.
+    max_staleness: largest policy lag. shares: mean share of each part of a step's time.
+    share_sum_error: largest distance of the sum of a step's shares from 1.
+    """
 
     kind: str
     seed: int
@@ -65,7 +68,10 @@ class RunFigures:
 
 
 def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> RunFigures:
-    """Run the job once in its own process. Raises CalledProcessError if it fails."""
+    """Run the job once in a process. Returns its figures. Raises CalledProcessError if it fails.
+
+    `overrides`: further settings, as key=value.
+    """
     subprocess.run(
         [
             sys.executable,
@@ -108,7 +114,7 @@ def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFig
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 90% interval of the mean of per-seed differences."""
+    """Return the 90% bootstrap interval of the mean of per-seed differences."""
     rng = np.random.default_rng(0)
     draws = rng.choice(differences, size=(NUM_RESAMPLES, len(differences))).mean(axis=1)
     low, high = np.quantile(draws, [0.05, 0.95])
@@ -116,7 +122,7 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Figures for people: a row per run, then the comparison."""
+    """Return a page: a row per run, then the comparison."""
     summary, machine = results["summary"], results["machine"]
     heads = ["", "seed", "reward, first steps", "last steps", "greedy", "s/step", "engine idle"]
     heads += ["largest lag", "shares' sum - 1", *SHARES]
@@ -129,7 +135,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"Rewards: means over the first and the last {WINDOW_STEPS} steps, as sampled; greedy: on "
         "held-out problems at the end. Times: medians over steps; shares of the trainer's: means.",
         "",
-        f"| {' | '.join(heads)} |",
+        table_row(heads),
         f"|{'---|' * len(heads)}",
     ]
     for run in results["runs"]:
@@ -138,7 +144,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         cells += [f"{run['step_s']:.2f}", f"{run['engine_idle_share']:.0%}"]
         cells += [f"{run['max_staleness']:.0f}", f"{run['share_sum_error']:.0e}"]
         cells += [f"{run['shares'][name]:.0%}" for name in SHARES]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     low, high = summary["bootstrap_90"]
     return "\n".join(
         [
@@ -154,7 +160,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
-    """The two kinds compared, seed by seed."""
+    """Return the comparison of the two kinds, seed by seed."""
     by_kind = {k: [run for run in figures if run.kind == k] for k in KINDS}
     pairs = list(zip(by_kind["asynchronous"], by_kind["by turns"], strict=True))
     differences = [a.reward_last - b.reward_last for a, b in pairs]
@@ -167,14 +173,11 @@ def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run all, print and write. Returns what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("overrides", nargs="*", help="of the demo")
+    """Run all jobs, print and write. Returns the results."""
+    parser = results_parser(__doc__)
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument("overrides", nargs="*", help="settings of the demo, as key=value")
     arguments = parser.parse_args(argv)
-    if arguments.seeds < 1:
-        parser.error(f"--seeds {arguments.seeds} must be at least 1")
     console, figures = Console(stderr=True), []
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
         task = progress.add_task("runs", total=2 * arguments.seeds)
@@ -184,8 +187,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 figures.append(run_job(kind, seed, where, arguments.overrides))
                 progress.advance(task)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "overrides": [*RECIPE, *arguments.overrides],
         "summary": summary_of(figures),
         "runs": [asdict(run) for run in figures],

@@ -1,11 +1,11 @@
-"""Compiled attention beside its lower bounds: one read of the KV, or its FLOPs in a matrix product.
+"""Compiled CPU attention against its lower bounds: one read of the KV, or its FLOPs in torch.mm.
 
-`python -m benchmarks.attention` prints three tables. *Decode*: CPU time of a step's attention over
-the time to read as many bytes of the same memory once, in order. *Prefill*: over the time of the
-best matrix product here for the same floating-point operations. *Shared prefix*: rows that share
-blocks over the same rows with blocks of their own. Rounds are interleaved; ratios are medians of
-those within a round. Caches are larger than the processor's, so that nothing is there from the last
-time.
+`python -m benchmarks.attention` prints three tables of ratios. *Decode*: CPU time of a step's
+attention over the time to read as many bytes of the same memory once, in order. *Prefill*: CPU time
+over that of torch.mm for the same floating-point operations. *Shared prefix*: CPU time of rows that
+share blocks over that of the same rows with blocks of their own. Rounds are interleaved; ratios are
+taken within a round, and their medians are shown. The KV caches are larger than the processor's
+caches, so that no KV is there from the round before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollout.backends.forward_batch import PLAIN, ForwardBatch
 
 NUM_KV_HEADS = 4
 GROUPS = (1, 4, 7)
-COLD_BYTES = 256 << 20  # visited in turn: larger than the last level of caches
+COLD_BYTES = 256 << 20  # of KV that is visited in turn: more than the processor's caches hold
 MAX_TOKENS = 1 << 17
 CONTEXTS = (128, 512, 4096)
 MIN_SECONDS = 0.03  # of one measurement
@@ -41,7 +41,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Rows of (context, new) tokens, of which the first `shared` are in the same blocks."""
+    """Shape of one attention call.
+
+    context: tokens of each row, of which the last `num_new` are computed.
+    group: query heads per KV head.
+    shared: first tokens of the context whose blocks all rows share.
+    """
 
     num_rows: int
     context: int
@@ -60,14 +65,17 @@ class Case:
 
     @property
     def num_flops(self) -> int:
-        """Return the FLOPs of the two products of causal attention."""
+        """FLOPs of the two matrix products of causal attention."""
         first = self.context - self.num_new
         keys = sum(range(first + 1, self.context + 1))
         return 4 * self.num_rows * NUM_KV_HEADS * self.group * self.head_dim * keys
 
 
 class Problem:
-    """The arguments of as many layers as keep each other out of the caches."""
+    """Inputs and kernel arguments of a case, for as many layers as exceed the processor's caches.
+
+    A prefill case has one layer.
+    """
 
     def __init__(self, case: Case) -> None:
         num_blocks = -(-case.context // case.block_size)
@@ -97,13 +105,13 @@ class Problem:
             self.args.append(args)
 
     def read_seconds(self) -> float:
-        """CPU time of a plain read of one layer's KV, from one of all layers, in order."""
+        """Return the CPU seconds of a plain read of one layer's KV, as a share of a read of all."""
         words = self._pool.view(-1).view(torch.int32)
         return cpu_seconds(words.amax) * self.case.kv_bytes / self._pool.nbytes
 
 
 def _batch(case: Case, tables_RM: torch.Tensor, kv: Sequence[torch.Tensor]) -> ForwardBatch:
-    """Return a batch that computes the last `num_new` tokens of each row."""
+    """Return the batch that computes the last `num_new` tokens of each row."""
     starts = np.arange(0, (case.num_rows + 1) * case.num_new, case.num_new, dtype=np.int32)
     lens = np.full(case.num_rows, case.context, dtype=np.int32)
     positions = torch.arange(case.context - case.num_new, case.context)
@@ -132,7 +140,10 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 class Bench:
-    """The kernels, and how often everything is measured."""
+    """The compiled kernels, and the measurements of each case in `num_rounds` rounds.
+
+    Raises SystemExit if this machine has no compiled kernels.
+    """
 
     def __init__(self, num_rounds: int) -> None:
         library = load_library()
@@ -151,7 +162,7 @@ class Bench:
         self._kernels.attend_prefill_part(addressof(args), scratch, 0, num_rows, 0, 1)
 
     def decode_ratio(self, case: Case) -> tuple[float, float]:
-        """Return (GB per second that attention reads, its time over that of a plain read)."""
+        """Return GB per second that attention reads, and its time over that of a plain read."""
         problem = Problem(case)
         rounds = []
         for visited in self._cycle(problem):
@@ -162,7 +173,7 @@ class Bench:
         return case.kv_bytes / seconds / 1e9, statistics.median(r for _, r in rounds)
 
     def _decode_all(self, problem: Problem, layers: Sequence[int]) -> float:
-        """CPU seconds of one decode step of each of these layers."""
+        """Return the CPU seconds of one decode step of each of these layers."""
 
         def work() -> None:
             for layer in layers:
@@ -171,7 +182,7 @@ class Bench:
         return cpu_seconds(work)
 
     def _cycle(self, problem: Problem) -> Iterator[list[int]]:
-        """For each round, the layers that it visits: long enough to be timed, in turn."""
+        """Yield the layers that each round visits, in turn: enough for MIN_SECONDS."""
         count = len(problem.args)
         self.decode(problem, 0)
         seconds = cpu_seconds(lambda: self.decode(problem, count - 1))
@@ -181,7 +192,7 @@ class Bench:
             yield list(itertools.islice(turn, length))
 
     def prefill_ratio(self, case: Case) -> tuple[float, float]:
-        """Return (GFLOP per second, time over that of the same FLOPs in torch.mm)."""
+        """Return GFLOP per second, and the time over that of the same FLOPs in torch.mm."""
         problem = Problem(case)
         size = 1024
         a, b = torch.rand(size, size), torch.rand(size, size)
@@ -212,7 +223,7 @@ def over_groups(case: Case, cell: Callable[[Case], str]) -> list[str]:
 
 
 def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Console) -> None:
-    """Ratios to a plain read, a column per GQA group."""
+    """Print ratios to a plain read, with a column per GQA group."""
     table = Table("batch", "context", "block", *(f"GQA {g}: x read (GB/s)" for g in GROUPS))
 
     def cell(case: Case) -> str:
@@ -228,7 +239,7 @@ def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Conso
 
 
 def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
-    """Ratios to the same FLOPs in a product, a column per GQA group."""
+    """Print ratios to the same FLOPs in torch.mm, with a column per GQA group."""
     table = Table("tokens", "head dim", *(f"GQA {g}: x product (GFLOP/s)" for g in GROUPS))
 
     def cell(case: Case) -> str:
@@ -242,7 +253,7 @@ def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
 
 
 def sharing_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
-    """Samples of one prompt, with 64 tokens of their own each."""
+    """Print the ratios for samples of one prompt, each with 64 tokens of its own."""
     table = Table("samples", "prompt", *(f"GQA {g}: x unshared" for g in GROUPS))
     for num_rows, prompt in itertools.product((8, 64), (128, 512, 1024)):
         case = Case(num_rows=num_rows, context=prompt + 64, shared=prompt, dtype=dtype)

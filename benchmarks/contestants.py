@@ -1,4 +1,8 @@
-"""The engines that are compared: rollout's LLM, and transformers' `generate` with each cache."""
+"""The engines that are compared in one process: rollout.LLM, and transformers' `generate`.
+
+Used by `benchmarks.generate`, `benchmarks.moe`, `benchmarks.rounds`, `benchmarks.gpu_measures`, and
+the peers' processes of rollout and transformers.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,23 @@ class Contestant(Protocol):
     """One way to run a workload."""
 
     name: str
-    knows_lengths: bool  # whether it plans with output lengths that nobody knows beforehand
+    knows_lengths: bool  # whether it uses the output lengths, which are not known in practice
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Generate everything the workload asks for."""
+        """Generate all samples of the workload."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """CPU seconds of all threads of this process, and what came of them."""
+    """Samples of one run, and the CPU seconds of all threads of this process."""
 
     cpu_seconds: float
     generated: Generated
 
 
 def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
-    """Run once. Raises RuntimeError unless exactly the tokens that were asked for came back."""
+    """Run a contestant once. Raises RuntimeError if it did not generate what was asked for."""
     start = time.process_time()
     generated = contestant.run(workload, seed)
     seconds = time.process_time() - start
@@ -42,7 +46,7 @@ def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
 
 
 class RolloutEngine:
-    """rollout.LLM: one group per prompt, each request with its own length."""
+    """rollout.LLM: one group per prompt. Each request ends at its own output length."""
 
     name = "rollout"
     knows_lengths = False
@@ -51,7 +55,7 @@ class RolloutEngine:
         self.llm = llm
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Submit all groups, collect them all."""
+        """Submit all groups, then collect all."""
         params = [
             SamplingParams(
                 num_tokens_to_generate=length,
@@ -73,10 +77,10 @@ class RolloutEngine:
 
 
 class TransformersGenerate:
-    """transformers' `generate`, called once per batch of prompts and run to the batch's longest. It
-    is not compiled, as it would be for a static cache on a GPU.
+    """transformers' `generate`, called once per batch of prompts.
 
-    Tokens beyond a request's own length are generated and thrown away, as a padded batch must.
+    A batch runs to its longest output. Shorter outputs are cut, and their other tokens dropped.
+    torch.compile is switched off; transformers would use it with a static cache on a GPU.
     """
 
     def __init__(
@@ -87,7 +91,9 @@ class TransformersGenerate:
         batch_size: int | None = None,
         sorts_by_length: bool = False,
     ) -> None:
-        """`batch_size` None is one batch; `sorts_by_length` makes batches of like lengths."""
+        """`cache`: name of a cache implementation, such as "static". `batch_size`: None for one
+        batch of all prompts. `sorts_by_length`: batches have outputs of similar lengths.
+        """
         batches = "one batch" if batch_size is None else f"batches of {batch_size}"
         order = " sorted by length" if sorts_by_length else ""
         self.name = f"transformers {cache} cache, {batches}{order}"
@@ -95,7 +101,7 @@ class TransformersGenerate:
         self._model, self._cache, self._batch_size = model, cache, batch_size
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Run all batches one after another. Returns results in the order of the prompts."""
+        """Run all batches one after another. Returns the samples in the order of the prompts."""
         torch.manual_seed(seed)
         order = list(range(len(workload.prompts)))
         if self.knows_lengths:
@@ -121,7 +127,8 @@ class TransformersGenerate:
         tokens: dict[int, list[list[int]]],
         logprobs: dict[int, list[list[float]]],
     ) -> None:
-        """Generate for these prompts into `tokens` and `logprobs`, by prompt index."""
+        """Generate for the prompts of these indices, and add the samples of each to `tokens` and
+        `logprobs`, by the prompt's index."""
         prompts = torch.tensor(
             [workload.prompts[index] for index in indices], device=self._model.device
         )
@@ -152,7 +159,8 @@ class TransformersGenerate:
 
 
 def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Log-prob of each token; a logsumexp per step costs less than a log-softmax of everything."""
+    """Return the log-prob of each token, [rows, steps]. One logsumexp per step is cheaper than a
+    log-softmax of all logits."""
     columns = [
         step.gather(1, tokens[:, [index]]).squeeze(1) - step.logsumexp(1)
         for index, step in enumerate(logits)
@@ -161,7 +169,8 @@ def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Ten
 
 
 def transformers_contestants(model: Any, workload: Workload) -> list[TransformersGenerate]:
-    """Return transformers with each cache on one batch, and on smaller ones for ragged lengths."""
+    """Return `generate` with each cache on one batch. If output lengths differ, also with smaller
+    batches, unsorted and sorted by length."""
     contestants = [TransformersGenerate(model, cache=cache) for cache in ("dynamic", "static")]
     if len(set(workload.output_lens)) > 1:
         half, quarter = (max(1, len(workload.prompts) // parts) for parts in (2, 4))
@@ -174,7 +183,8 @@ def transformers_contestants(model: Any, workload: Workload) -> list[Transformer
 
 @torch.inference_mode()
 def largest_logprob_error(model: Any, workload: Workload, generated: Generated) -> float:
-    """The largest difference to log-probs of a full forward pass of the transformers model."""
+    """Return the largest difference between a generated token's log-prob and that of a full forward
+    pass of the transformers model."""
     assert generated.logprobs is not None
     prompts = [p for p in workload.prompts for _ in range(workload.num_samples)]
     worst = 0.0

@@ -1,57 +1,49 @@
-"""The coordinator beside a bare relay: requests per second, latency and processor time. Loopback.
+"""The coordinator and a bare relay: requests per second, latency and CPU time, on loopback.
 
     python -m benchmarks.coordinator            # ten minutes
     python -m benchmarks.coordinator --small    # seconds: shows that it runs, not how fast
 
-Clients and engines talk in three ways, which take turns in every round:
+Clients and engines are connected in three ways, which take turns in every round:
 
-- relay: bare DEALERs through one ROUTER that passes frames on. It opens none, keeps nothing and
-  acknowledges nothing; a request is four frames passing two sockets.
-- bare: the same DEALERs and bytes through the coordinator, a process of its own. What is on top is
-  its own work: decoding and checking, tables, routing, encoding, and the acknowledgement of replies
-  on both sides, one frame for many of them. This is what is compared with the relay.
-- real: InferenceClients on asyncio and Links through a coordinator. On top of that, clients
-  check and pack what they submit and build a record of each reply, and engines hand messages from
-  the socket's thread to their own and back.
+- relay: bare DEALERs through one ROUTER that only forwards frames, without decoding them. A request
+  and its reply are four frames.
+- bare: the same DEALERs and bytes through a coordinator process. The difference to the relay is the
+  coordinator's work: decoding, checks, tables, routing, encoding, and acknowledgements of replies.
+- real: InferenceClients on asyncio, and engines' Links, through a coordinator. The difference to
+  bare is the work of clients and Links: packing, records of replies, and a thread per Link.
 
-Engines answer at once, with a record that was packed before: no model is run. Clients are spread
-over up to two processes, every engine has its own; prompts of 128 ids, routed in turn.
-*Throughput*: as many requests under way as the case says, over all clients. *Latency*: one request
-at a time in each process of clients. CPU seconds are those of the process in the middle, with all
-its threads. Also the cost of a routing decision, as benchmarks/routing.py measures it. Writes a
-Markdown page and a JSON file.
+Engines reply at once with a record that was packed before; no model runs. Clients are spread over
+up to two processes; every engine has its own. Prompts of 128 ids are routed in turn. *Throughput*:
+with as many unfinished requests as the case says. *Latency*: one request at a time in each process
+of clients. CPU seconds are those of the relay's or coordinator's process. The page also has the
+cost of a routing decision, by `benchmarks.routing`. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import routing
 from benchmarks.coordinator_fleet import WAYS, Fleet, fleets, preload
 from benchmarks.coordinator_load import Load, reply_record
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import dated, progress_bar, publish, results_parser, table_row
 
-# What was aimed at, of small replies.
+# Aims, for the smallest replies.
 MIN_THROUGHPUT_OF_RELAY = 0.5
 MAX_P50_ABOVE_RELAY_MS = 1.0
 MAX_ROUTING_GROWTH = 4.0
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: the machine, two tables for each size of reply, and what was aimed at."""
+    """Return a page: the machine, two tables for each size of reply, and the aims."""
     machine, (low, high) = results["machine"], results["load_averages"]
     lines = [
         f"# Coordinator, {results['date']}",
@@ -145,23 +137,24 @@ def _aims(results: dict[str, Any]) -> list[str]:
 
 
 def _row(case: dict[str, Any], cells: Sequence[str]) -> str:
-    return f"| {case['num_clients']} | {case['num_engines']} | {' | '.join(cells)} |"
-
-
-ROOT = Path(__file__).parent
+    return table_row([str(case["num_clients"]), str(case["num_engines"]), *cells])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Replies of one size. `num_under_way`: requests, over all clients. The numbers of requests per
-    measurement are over all clients, too; of real ones fewer, since those take longer."""
+    """Replies of one size, and the numbers of requests of all clients together.
+
+    num_tokens: tokens of a reply. num_under_way: unfinished requests at a time.
+    num_bare, num_real: requests of a throughput measurement with bare and with real peers.
+    num_single: requests of a latency measurement.
+    """
 
     name: str
     num_tokens: int
     num_under_way: int
     num_bare: int
     num_real: int
-    num_single: int  # for the latency
+    num_single: int
 
 
 SIZES = (
@@ -189,9 +182,10 @@ SMALL_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Figures of one kind of fleet in one round.
+    """Figures of one way in one round.
 
-    loaded_*: latencies, in seconds, of the requests that the throughput counts.
+    cpu_s: CPU seconds per request of the process between clients and engines.
+    loaded_*: latencies in the throughput measurement. p50_s, p99_s: of single requests.
     """
 
     requests_per_s: float
@@ -203,7 +197,7 @@ class Sample:
 
 
 def play(fleet: Fleet, way: str, size: Size, num_clients: int) -> Sample:
-    """Measure a fleet once: under load, then one request at a time."""
+    """Measure one fleet once: under load, then one request at a time."""
     total = size.num_real if way == "real" else size.num_bare
     window = max(1, size.num_under_way // num_clients)
     loaded = fleet.measure(Load(num_requests=max(1, total // num_clients), window=window))
@@ -225,7 +219,10 @@ def _p99(values: Sequence[float]) -> float:
 def measure_case(
     size: Size, num_clients: int, num_engines: int, rounds: int, advance: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure all rounds of one case. Each round runs all kinds of fleet, in rotated order."""
+    """Measure all rounds of one case; each round runs all ways, in rotated order.
+
+    `advance` is called after each round. Returns the rounds, medians, ratios and differences.
+    """
     samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
     with fleets(num_clients, num_engines, reply_record(size.num_tokens)) as by_way:
         for way in WAYS:  # warm up
@@ -259,7 +256,7 @@ def _medians(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
-    """Medians over the rounds of what a way has over what the relay has in the same round."""
+    """Return, by way, the median over the rounds of its figure `name` over the relay's."""
     return {
         way: statistics.median(
             getattr(own, name) / getattr(relay, name)
@@ -270,11 +267,10 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Return all figures as plain values."""
+    """Measure all cases. Returns all figures as plain values."""
     counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     cases, loads = [], [os.getloadavg()[0]]
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with progress_bar(console) as progress:
         num_rounds = len(arguments.sizes) * len(counts) * arguments.rounds
         task = progress.add_task("coordinator and relay", total=num_rounds)
         for size in arguments.sizes:
@@ -289,8 +285,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 )
                 loads.append(os.getloadavg()[0])
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "load_averages": [min(loads), max(loads)],
         "rounds": arguments.rounds,
         "cases": cases,
@@ -299,13 +294,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="one case, few requests")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, rounds=5, small="one case, few requests")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.sizes, arguments.clients, arguments.engines = SIZES, (1, 4, 16), (1, 4)
     arguments.routing = routing.parse_arguments([])
     arguments.routing.ranks = (4,)
@@ -316,7 +306,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
+    """Measure, print and write. Returns the results."""
     arguments = parse_arguments(argv)
     preload()
     console = Console(stderr=True)

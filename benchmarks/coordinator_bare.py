@@ -1,8 +1,9 @@
-"""Bare peers for benchmarks/coordinator.py: a ROUTER that only relays, and DEALERs in a plain loop.
+"""Bare peers of `benchmarks.coordinator`: a relaying ROUTER, and DEALERs in a plain loop.
 
-The peers send frames that were encoded before. To the coordinator they speak the protocol: an
-engine puts the request id of the assignment into its reply, a client acknowledges replies together,
-as InferenceClient does. To the relay they send the same submissions and replies, and read nothing.
+The peers send frames that were encoded before. With a coordinator they follow its protocol: an
+engine puts the assignment's request id into its reply, and a client acknowledges several replies at
+once, as InferenceClient does. With the relay they send the same submissions and replies, and decode
+nothing. `benchmarks.coordinator_fleet` runs the functions `serve_*` in processes.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from rollout.coordinator.protocol.packed import (
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 _BATCH = 256
-_WAIT_MS = 20_000  # for one message; longer is a fault
-_HELLO = b""  # of an engine to the relay
+_WAIT_MS = 20_000  # for one message; a longer wait is an error
+_HELLO = b""  # first message of an engine to the relay
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# From here on all ids have nine bytes on the wire.
+# Ids from here on take nine bytes on the wire.
 _FIRST_ID = 2**40
 
 
 def serve_relay(pipe: Connection, num_engines: int) -> None:
-    """Relay frames by one ROUTER: requests to the engines in turn, answers to the asking client.
+    """Relay frames by one ROUTER: requests to the engines in turn, replies to the client.
 
-    With the coordinator's socket options, and its way to call the socket; opens no frame. Ends with
-    the pipe.
+    Uses the coordinator's socket options and calls, and decodes no frame. Sends its address and
+    then "ready" into the pipe. Returns when the pipe is closed.
     """
     router = RouterSocket("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
     socket = router.socket
@@ -89,7 +90,10 @@ def serve_relay(pipe: Connection, num_engines: int) -> None:
 
 
 def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay: bool) -> None:
-    """Answer each assignment at once, from one DEALER. Ends with the pipe."""
+    """Reply to each assignment at once with `record`, from one DEALER.
+
+    Sends "ready" into the pipe. Returns when the pipe is closed.
+    """
     with zmq.Context() as context, _dealer(context, address) as socket:
         grants = Grants()
         socket.send(_HELLO if is_relay else encode(registration(uuid.uuid4().bytes)))
@@ -120,7 +124,7 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
 
 
 class _BareClient:
-    """A client of the relay: a DEALER socket and the ids of its requests."""
+    """A client of the relay or the coordinator: a DEALER socket, and its requests."""
 
     def __init__(self, context: zmq.Context[Any], address: str, *, is_relay: bool) -> None:
         self.socket = _dealer(context, address)
@@ -137,10 +141,11 @@ class _BareClient:
 
     @property
     def num_left(self) -> int:
+        """Number of prepared submissions that were not sent yet."""
         return len(self._frames)
 
     def prepare(self, num_requests: int) -> None:
-        """Encode the submissions to come; the first one is the last of the list."""
+        """Encode `num_requests` submissions, in reverse order: `submit` pops the last one."""
         params = pack_params(PARAMS)
         ids = range(self._next_id, self._next_id + num_requests)
         self._next_id = ids.stop
@@ -156,13 +161,15 @@ class _BareClient:
         self._sent_at = []
 
     def submit(self) -> None:
+        """Send the next submission."""
         self._sent_at.append(time.monotonic())
         self.socket.send(self._frames.pop())
 
     def take(self) -> list[float]:
-        """Take the replies that are here, acknowledge what is to be; returns their seconds.
+        """Receive the replies that have arrived. Returns a latency in seconds for each.
 
-        Those of several engines may come in another order; the sum of the seconds is the same.
+        Acknowledges replies if enough have arrived or the oldest has waited long enough. Replies of
+        several engines may come in another order; the sum of the latencies is the same.
         """
         replies = [frame for frames in _waiting(self.socket) for frame in frames_in(frames[0])]
         now = time.monotonic()
@@ -178,6 +185,7 @@ class _BareClient:
         return latencies
 
     def acknowledge(self) -> None:
+        """Acknowledge all replies that were not acknowledged yet."""
         arrived, self._arrived, self._acknowledge_at = self._arrived, [], math.inf
         if arrived:
             attempts = [[int.from_bytes(packed, "big"), 0] for packed in arrived]
@@ -185,7 +193,7 @@ class _BareClient:
 
 
 def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_relay: bool) -> None:
-    """Do the loads that come through the pipe, until it ends."""
+    """Run the Loads that come through the pipe, and send a Timing for each, until it is closed."""
     with zmq.Context() as context:
         clients = [_BareClient(context, address, is_relay=is_relay) for _ in range(num_clients)]
         pipe.send("ready")
@@ -202,6 +210,7 @@ def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_r
 
 
 def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
+    """Send all prepared submissions, at most `window` unfinished ones per client."""
     poller = zmq.Poller()
     latencies: list[float] = []
     num_open = sum(client.num_left for client in clients)
@@ -224,6 +233,7 @@ def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
 
 
 def _timed_turns(clients: Sequence[_BareClient]) -> Timing:
+    """Send all prepared submissions one at a time; clients take turns."""
     start, latencies = time.monotonic(), []
     while clients[0].num_left:
         for client in clients:
@@ -245,12 +255,12 @@ def _dealer(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
 
 
 def _next_frame(socket: zmq.Socket[bytes]) -> bytes:
-    assert socket.poll(_WAIT_MS), "nobody answers"
+    assert socket.poll(_WAIT_MS), "no reply came"
     return socket.recv()
 
 
 def _waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Up to a batch of the messages that are here."""
+    """Return the messages that have arrived, at most _BATCH."""
     messages: list[list[bytes]] = []
     while len(messages) < _BATCH:
         try:

@@ -1,11 +1,10 @@
-"""The processes of benchmarks/coordinator.py: three fleets side by side, measured in turn."""
+"""The processes of `benchmarks.coordinator`: one fleet for each way to connect the peers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -15,10 +14,11 @@ from typing import Any
 from benchmarks.coordinator_bare import serve_bare_clients, serve_bare_engine, serve_relay
 from benchmarks.coordinator_load import Load, Timing
 from benchmarks.coordinator_real import serve_real_clients, serve_real_engine
+from benchmarks.peers_worker import process_seconds
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 
-# relay: bare peers. bare: the coordinator with bare peers. real: with real ones.
+# relay: bare peers and a relay. bare: bare peers and a coordinator. real: real peers and one.
 WAYS = ("relay", "bare", "real")
 MAX_CLIENT_PROCESSES = 2
 _WAIT_S = 120.0
@@ -28,8 +28,11 @@ _LIMITS = CoordinatorLimits(client_lease_s=3600, engine_lease_s=3600, progress_d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Requests per second; CPU seconds per request of the process in the middle, all its threads;
-    and the seconds that each request took."""
+    """Result of one load.
+
+    cpu_s: CPU seconds per request of the relay's or coordinator's process.
+    latencies: seconds of each request.
+    """
 
     requests_per_s: float
     cpu_s: float
@@ -37,7 +40,10 @@ class Measurement:
 
 
 class Fleet:
-    """One way to connect clients and engines."""
+    """The processes of one way: relay or coordinator, engines, and clients.
+
+    `record`: the packed record with which engines reply.
+    """
 
     def __init__(self, way: str, num_clients: int, num_engines: int, record: bytes) -> None:
         self._starter = multiprocessing.get_context("forkserver")
@@ -68,7 +74,7 @@ class Fleet:
             _expect(client, "ready")
 
     def _start(self, serve: Callable[..., None], *arguments: Any, **options: Any) -> Connection:
-        """Start a process; returns this end of the pipe that it gets first."""
+        """Start a process that runs `serve` with one end of a pipe. Returns the other end."""
         here, there = self._starter.Pipe()
         process = self._starter.Process(
             target=_serve_quietly, args=(serve, there, *arguments), kwargs=options
@@ -88,16 +94,16 @@ class Fleet:
         )
 
     def measure(self, load: Load) -> Measurement:
-        """Let the clients do it. Raises RuntimeError if they do not come to an end."""
+        """Let the clients run a load. Raises RuntimeError if a process does not answer."""
         for client in self._clients:
             client.send(load)
         for client in self._clients:
             _expect(client, "prepared")
-        cpu_before = _cpu_seconds(self._middle_pid)
+        cpu_before = process_seconds(self._middle_pid)
         for client in self._clients:
             client.send("go")
         timings: list[Timing] = [_answer(client) for client in self._clients]
-        cpu_s = _cpu_seconds(self._middle_pid) - cpu_before
+        cpu_s = process_seconds(self._middle_pid) - cpu_before
         latencies = [latency for timing in timings for latency in timing.latencies]
         seconds = max(t.end for t in timings) - min(t.start for t in timings)
         return Measurement(
@@ -107,7 +113,7 @@ class Fleet:
         )
 
     def close(self) -> None:
-        """End all processes: clients and engines by their pipes, before what is in the middle."""
+        """End all processes: first clients and engines, then relay or coordinator."""
         for pipe in reversed(self._pipes):
             pipe.close()
         for process in reversed(self._processes):
@@ -121,7 +127,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[str, Fleet]]:
-    """A fleet for each way, which are there at the same time and idle unless measured."""
+    """Start a fleet for each way, all at the same time, and end them with the context."""
     with contextlib.ExitStack() as stack:
         made: dict[str, Fleet] = {}
         for way in WAYS:
@@ -131,29 +137,25 @@ def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[s
 
 
 def _serve_quietly(serve: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Without a word about every peer that comes and goes."""
+    """Run `serve` without log messages about connections."""
     logging.getLogger("rollout").setLevel(logging.ERROR)
     serve(*arguments, **options)
 
 
 def preload() -> None:
-    """Let processes be forked from one that has imported everything: seconds each less."""
+    """Let the fork server import this module once, which saves seconds per process."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of all threads of process `pid`, by its Linux clock id."""
-    return time.clock_gettime((~pid << 3) | 2)
-
-
 def _answer(pipe: Connection) -> Any:
-    """Raises RuntimeError if none comes."""
+    """Return the next message of a process. Raises RuntimeError if none comes in time."""
     if not pipe.poll(_WAIT_S):
-        raise RuntimeError(f"a process of the benchmark says nothing for {_WAIT_S:g} s")
+        raise RuntimeError(f"a process of the benchmark sent nothing for {_WAIT_S:g} s")
     return pipe.recv()
 
 
 def _expect(pipe: Connection, word: str) -> None:
+    """Receive a message. Raises RuntimeError if it is not `word`."""
     answer = _answer(pipe)
     if answer != word:
-        raise RuntimeError(f"a process of the benchmark said {answer!r} and not {word!r}")
+        raise RuntimeError(f"a process of the benchmark sent {answer!r}, expected {word!r}")

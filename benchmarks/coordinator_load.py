@@ -1,4 +1,7 @@
-"""The requests that the clients of benchmarks/coordinator.py send, and the engines' answers."""
+"""Requests, replies and measurement messages of the processes of `benchmarks.coordinator`.
+
+Used by `benchmarks.coordinator_bare`, `coordinator_real` and `coordinator_fleet`.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,20 @@ PARAMS = SamplingParams(num_tokens_to_generate=16, return_log_probs=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What the clients of one process are to do. `window`: requests under way per client; 0 is one
-    at a time of all clients of the process, which take turns."""
+    """Work of the clients of one process.
 
-    num_requests: int  # per client
+    num_requests: requests of each client.
+    window: unfinished requests of each client; 0: one of all clients, which take turns.
+    """
+
+    num_requests: int
     window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """When the first request was submitted and the last was answered; seconds of each request."""
+    """Result of a Load: times of the first submission and the last reply, by time.monotonic, and
+    the seconds of each request."""
 
     start: float
     end: float
@@ -47,7 +54,7 @@ def prompt() -> npt.NDArray[np.int32]:
 
 
 def reply_record(num_tokens: int) -> bytes:
-    """The packed record of a request that has finished with log-probs."""
+    """Return the packed record of a finished request with `num_tokens` tokens and log-probs."""
     request = DynamicInferenceRequest(
         request_id=0,
         prompt_tokens=torch.arange(PROMPT_TOKENS),
@@ -78,10 +85,10 @@ def registration(engine_id: bytes) -> Register:
 
 
 class Grants:
-    """Credit of an engine that answers at once. It is granted anew when half of it is used."""
+    """Credit of an engine that replies at once. More is granted when half of it is used."""
 
     def __init__(self, session: int = 0) -> None:
-        """`session`: as the RegisterAck names it."""
+        """`session`: the session id of the RegisterAck."""
         self._session, self._ahead = session, num_ahead(MAX_REQUESTS)
         self._num_received = self._num_granted = 0
 

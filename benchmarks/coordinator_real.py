@@ -1,4 +1,7 @@
-"""Real peers for benchmarks/coordinator.py: InferenceClients on asyncio, engines on Links."""
+"""Real peers of `benchmarks.coordinator`: InferenceClients on asyncio, and engines with a Link.
+
+`benchmarks.coordinator_fleet` runs the functions `serve_*` in processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ from rollout.coordinator.protocol.messages import (
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
-    """Answer each assignment at once, through a Link. Ends with the pipe."""
+    """Reply to each assignment at once with `record`, through a Link.
+
+    Sends "ready" into the pipe. Returns when the pipe is closed.
+    """
     engine_id = uuid.uuid4().bytes
     status = EngineStatus(
         state="RUNNING",
@@ -56,7 +62,10 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:
-    """Run the clients as InferenceClients on one event loop; see `serve_bare_clients`."""
+    """Run the Loads that come through the pipe by InferenceClients on one event loop.
+
+    Sends a Timing for each. Returns when the pipe is closed.
+    """
     asyncio.run(_real_clients(pipe, address, num_clients))
 
 
@@ -88,6 +97,7 @@ async def _real_clients(pipe: Connection, address: str, num_clients: int) -> Non
 
 
 async def _ask(client: InferenceClient, num_requests: int, latencies: list[float]) -> None:
+    """Send requests one after the other, and append their latencies in seconds."""
     tokens: Any = prompt()  # an array is sent as it is
     for _ in range(num_requests):
         start = time.monotonic()

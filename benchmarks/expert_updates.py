@@ -1,33 +1,30 @@
-"""Cost of a name per expert: building the table of weights, and updates by both sets of names.
+"""Time of weight updates of experts, by a name per expert matrix or by a name per stack of them.
 
     python -m benchmarks.expert_updates            # a minute
     python -m benchmarks.expert_updates --small    # seconds: shows that it runs
 
-One model has as many names as a Qwen3-MoE of 48 layers and 128 experts, and next to no bytes; the
-other has 64 experts of a size that counts. An update is staged and committed by the names of saved
-directories (a matrix for each part of each expert) and by those of live modules (stacks); `checked`
-is staging with the checksum of a publisher, under which stacks are read twice. A clone of all
-weights is the measure of their bytes. Best of the rounds. Writes a Markdown page and a JSON file.
+One model has as many names as a Qwen3-MoE of 48 layers and 128 experts, and few bytes; the other
+has 64 larger experts. An update is staged and committed in two dialects: the names of saved
+directories (one matrix for each part of each expert), and the names of live modules (stacks of all
+experts). `checked` is staging with a publisher's checksum, for which stacks are read twice. A clone
+of all weights is timed for comparison. Times are the least of the rounds. Writes a Markdown page
+and a JSON file.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import InferenceConfig
 from rollout.backends.ops.fingerprint import hashed_dtype
 from rollout.backends.select import create_backend
@@ -35,7 +32,6 @@ from rollout.models import CausalLM, ModelSpec
 from rollout.weights.served import ServedWeights
 from rollout.weights.update import checksum_of
 
-ROOT = Path(__file__).parent
 CONFIG = InferenceConfig(num_threads=1)
 LARGE = ModelSpec(
     family="qwen3_moe",
@@ -65,7 +61,8 @@ SMALL = replace(MANY, num_layers=2, moe_layers=(0, 1), num_experts=8)
 
 
 def measure(spec: ModelSpec, num_rounds: int) -> dict[str, Any]:
-    """Seconds of the table and, for each dialect, of staging and committing all weights."""
+    """Return seconds to build the table of weights and, for each dialect, to stage and commit all
+    weights."""
     backend, model = create_backend(CONFIG), CausalLM(spec)
     start = time.perf_counter()
     table = model.weight_table()
@@ -87,7 +84,7 @@ def measure(spec: ModelSpec, num_rounds: int) -> dict[str, Any]:
 
 
 def _live(model: CausalLM, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights as a live module has them."""
+    """Return the weights under the names of a live module: experts as stacks."""
     live, aliases = dict(saved), model.weight_table().aliases
     for name, alias in aliases.items():
         stack = torch.empty(alias.shape, dtype=model.spec.dtype)
@@ -98,6 +95,7 @@ def _live(model: CausalLM, saved: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -> dict[str, Any]:
+    """Return the seconds to stage, stage with a checksum, and commit the tensors `given`."""
     ops = create_backend(CONFIG).ops
     announced = checksum_of(
         {n: ops.fingerprint(t, hashed_dtype(t.dtype)).tolist() for n, t in given.items()}
@@ -115,6 +113,7 @@ def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -
 
 
 def _best(num_rounds: int, work: Callable[[], object]) -> float:
+    """Return the least wall seconds of `num_rounds` calls."""
     seconds = []
     for _ in range(num_rounds):
         start = time.perf_counter()
@@ -124,7 +123,7 @@ def _best(num_rounds: int, work: Callable[[], object]) -> float:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page with a row for each model and dialect."""
+    """Return a page with a row for each model and dialect."""
     machine = results["machine"]
     lines = [
         f"# Updates of experts, {results['date']}",
@@ -151,18 +150,13 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="few experts, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    """Measure, print and write. Returns the results."""
+    arguments = results_parser(__doc__, rounds=3, small="few experts, one round").parse_args(argv)
     models = {"48 x 128 experts, tiny": MANY, "4 x 64 experts": LARGE}
     if arguments.small:
         models, arguments.rounds = {"small": SMALL}, 1
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(CONFIG),
+        **dated(CONFIG),
         "num_rounds": arguments.rounds,
         "models": {title: measure(spec, arguments.rounds) for title, spec in models.items()},
     }

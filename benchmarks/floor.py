@@ -1,8 +1,8 @@
-"""The physical floor: the bare matrix products of a model's weights, and a step's distance to it.
+"""The floor of a step: CPU seconds of the bare matrix products of the model's weights.
 
-A forward pass of T tokens cannot cost less than T rows through every layer's matrices, plus the
-rows whose logits are wanted through the head. The floor takes the fastest product there is here:
-torch's, oneDNN with weights packed once, or what the engine has chosen by measuring.
+A forward pass of T tokens multiplies T rows by every layer's matrices, and the rows whose logits
+are wanted by the head. The floor takes the fastest of three products: torch's, oneDNN's with
+weights packed once, or the engine's choice. Used by `benchmarks.generate` and `benchmarks.report`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """One forward pass: `num_tokens` rows through the layers, `num_logits` through the head."""
+    """Rows of one forward pass: `num_tokens` in the layers, `num_logits` in the head."""
 
     num_tokens: int
     num_logits: int
@@ -49,7 +49,7 @@ class MatmulFloor:
         self._best: dict[tuple[str, int], tuple[float, str]] = {}
 
     def seconds(self, rows: StepRows) -> float:
-        """Return the floor of one forward pass."""
+        """Return the floor of one forward pass, in CPU seconds."""
         trunk, _ = self._measure("trunk", rows.num_tokens)
         head, _ = self._measure("head", rows.num_logits)
         return trunk + head
@@ -61,11 +61,12 @@ class MatmulFloor:
         return trunk if trunk == head else f"{trunk}, head {head}"
 
     def run(self, rows: StepRows) -> None:
-        """Run the fastest products once, for the caller to time."""
+        """Run the fastest products once. The caller times the call."""
         for part, num_rows in (("trunk", rows.num_tokens), ("head", rows.num_logits)):
             self._run(part, num_rows, self._measure(part, num_rows)[1])
 
     def _measure(self, part: str, num_rows: int) -> tuple[float, str]:
+        """Return CPU seconds and name of the fastest product for a part, "trunk" or "head"."""
         if not num_rows:
             return 0.0, "none"
         key = (part, num_rows)
@@ -127,20 +128,20 @@ class StepTrace:
         self._steps: list[StepRows] = []
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of one step of the engine."""
+        """Keep the rows of one step of the engine, from its metrics."""
         num_prefill = int(metrics["engine/last_step/num_prefill_tokens"])
         num_tokens = num_prefill + int(metrics["engine/last_step/num_decode_tokens"])
         num_logits = int(metrics["engine/last_step/num_sampled_tokens"])
         self._steps.append(StepRows(num_tokens=num_tokens, num_logits=num_logits))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the steps kept so far."""
         self._steps.clear()
 
     def take_runs(self, num_runs: int, *, num_forked: int) -> list[StepRows]:
-        """Return the steps of one of `num_runs` equal runs, and drop all steps.
+        """Return the steps of the first of `num_runs` equal runs, and drop all steps.
 
-        `num_forked` samples were drawn in the first step from logits of their leaders.
+        `num_forked`: samples of the first step that shared the logits of another sample.
         """
         steps, self._steps = self._steps, []
         run = steps[: len(steps) // num_runs]
@@ -151,13 +152,17 @@ class StepTrace:
 
 
 def total_seconds(floor: MatmulFloor, steps: Iterable[StepRows]) -> float:
-    """Return the floor of a whole run."""
+    """Return the floor of a whole run, in CPU seconds."""
     return sum(floor.seconds(rows) for rows in steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Median CPU milliseconds of a decode step, of its floor, and of their ratio."""
+    """Medians over decode steps: CPU milliseconds of a step and of its floor, and their ratio.
+
+    batch: rows of a step. context: their mean context, in tokens.
+    floor_product: name of the fastest product.
+    """
 
     batch: int
     context: int
@@ -170,7 +175,7 @@ class StepCost:
 def decode_step_cost(
     engine: Engine, floor: MatmulFloor, batch: int, *, vocab_size: int, num_steps: int
 ) -> StepCost:
-    """Run decode steps of `batch` rows, and time each beside its floor."""
+    """Run decode steps of `batch` rows, and time each step and its floor in turn."""
     prompt_len = 128
     params = [
         SamplingParams(

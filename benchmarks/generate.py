@@ -5,7 +5,8 @@
     python benchmarks/generate.py --small          # seconds: shows that it runs, not how fast
 
 Writes a Markdown page and a JSON file to benchmarks/results, named after the day and the kind of
-machine. Wall-clock time is not measured, so other work on the machine disturbs little.
+machine. CPU time is measured, so other work on the machine disturbs little. `benchmarks.moe` uses
+`measure_and_publish`.
 """
 
 from __future__ import annotations
@@ -14,50 +15,35 @@ import argparse
 import datetime
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, TaskID
 
 from benchmarks.contestants import RolloutEngine, largest_logprob_error, transformers_contestants
 from benchmarks.floor import MatmulFloor, StepCost, StepTrace, decode_step_cost, total_seconds
 from benchmarks.machine import describe
 from benchmarks.models import MODELS, num_parameters, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import progress_bar, publish, results_parser
 from benchmarks.report import ContestResult, Results, as_json, as_markdown
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Workload, workloads
 from rollout import LLM, InferenceConfig
 
-RESULTS = Path(__file__).parent / "results"
 STEP_BATCHES = (1, 64)
 STEP_REPEATS = 24
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
     parser.add_argument("--workloads", nargs="+", choices=("W1", "W2"), default=["W1", "W2"])
-    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
-    return arguments
+    return parser.parse_args(argv)
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of all workloads, and the decode steps beside their floor."""
+    """Run all rounds of the workloads, then decode steps and their floors. Returns all results."""
     model_name = "small" if arguments.small else "m45"
     spec = MODELS[model_name]
     model = transformers_model(spec)
@@ -72,7 +58,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
     chosen = workloads(spec.vocab_size, is_small=arguments.small)
     floor = MatmulFloor(model, config)
     contests, error = [], None
-    with LLM(model, inference_config=config) as llm, _progress(console) as progress:
+    with LLM(model, inference_config=config) as llm, progress_bar(console) as progress:
         ours = RolloutEngine(llm)
         for name in arguments.workloads:
             peers = transformers_contestants(model, chosen[name])
@@ -92,18 +78,14 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
     )
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
 def _play(
     contest: Contest, num_rounds: int, floor: MatmulFloor, trace: StepTrace, progress: Progress
 ) -> ContestResult:
+    """Run all rounds of a contest and the floor of its steps, and show the progress."""
     name = contest.workload.name
     task = progress.add_task(f"{name}: warm-up", total=num_rounds)
     warm_up(contest)
-    trace.forget()
+    trace.clear()
     for number in range(1, num_rounds + 1):
         play_round(contest, _announcer(progress, task, f"{name}, round {number}"))
         ratio = contest.rounds[-1].ratio
@@ -118,7 +100,7 @@ def _announcer(progress: Progress, task: TaskID, where: str) -> Callable[[str], 
 
 
 def logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
-    """The largest difference of our log-probs to a full forward pass of `model`."""
+    """Return the largest difference of our log-probs from a full forward pass of `model`."""
     short = workload.shortened(8)
     return largest_logprob_error(model, short, ours.run(short, seed=0))
 
@@ -140,7 +122,7 @@ def _decode_steps(
 def measure_and_publish(
     measure: Callable[[argparse.Namespace, Console], Results], arguments: argparse.Namespace
 ) -> Results:
-    """Measure, print and write. Returns what was measured."""
+    """Call `measure`, print and write its results, and return them."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)
@@ -150,7 +132,7 @@ def measure_and_publish(
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns what was measured."""
+    """Run the benchmark. Returns the results."""
     return measure_and_publish(measure, parse_arguments(argv))
 
 

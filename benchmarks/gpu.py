@@ -1,13 +1,13 @@
-"""What one GPU does beside what physics allows: decode, prefill, suspend, updates, generation.
+"""Speed of one GPU relative to its hardware limits: decode, prefill, suspend, updates, generation.
 
     python benchmarks/gpu.py                       # 90 seconds on an H100
-    python benchmarks/gpu.py --budget-s 40         # only what fits, the most wanted parts first
-    python benchmarks/gpu.py --rehearse            # all parts on a CPU, in sizes that show nothing
+    python benchmarks/gpu.py --budget-s 40         # only what fits, most important parts first
+    python benchmarks/gpu.py --rehearse            # all parts on a CPU, tiny: shows that they run
 
-Each group of parts runs in a process of its own; what a part found is written when it ends. Writes
-gpu.json and gpu.md to $OUT, or a page and a JSON file named after the day and the device to
-benchmarks/results, and prints the page. Exit status: 0, 1 if a part failed or was interrupted, 2
-without a CUDA device.
+Each group of parts runs in a process of its own. Results are written after every part: gpu.json and
+gpu.md in $OUT, or a page and a JSON file named after the day and the device in benchmarks/results.
+Prints the page. `scripts/gpu_check.py` runs it. Exit status: 0, 1 if a part failed or was
+interrupted, 2 without a CUDA device.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from benchmarks.gpu_parts import (
     run_parts,
 )
 from benchmarks.gpu_shapes import PLAN, REHEARSAL, Plan
-from benchmarks.pages import write_page
+from benchmarks.pages import RESULTS, write_page
 from rollout.child_process import CHILD_FLAG, run_child
 
-RESULTS = Path(__file__).parent / "results"
-BUDGET_S = 75.0  # leaves what importing and the end of the last part take of 90 seconds
+BUDGET_S = 75.0  # of 90 seconds: the rest is for imports and the end of the last part
 NO_DEVICE = 2
-MAX_WHY = 200  # characters of an error in the page; the JSON file has all
+MAX_WHY = 200  # characters of an error in the page; the JSON file has the whole error
 
 # ---- the parts
 
 
 def groups_of(bench: Bench) -> dict[str, list[Part]]:
-    """The parts by group, the most wanted first; what page-locks much memory comes last in its
-    group.
+    """Return the parts by group, most important first.
+
+    Parts that page-lock much host memory come last in their group.
     """
     plan = bench.plan
     large, small = plan.shapes
@@ -131,8 +131,11 @@ def measure_group(
     ends_at: float,
     is_rehearsal: bool,
 ) -> None:
-    """Measure the parts of these names, and end the process: with a broken device it may not end in
-    order.
+    """Measure the parts `names` of a group in this child process, and report them by `pipe`.
+
+    Ends the process by os._exit, because a regular exit may fail with a broken device. `floors`:
+    figures of the floors, if another process has measured them. `ends_at`: deadline by
+    time.monotonic.
     """
     logging.getLogger("rollout").setLevel(logging.WARNING)
     bench = Bench(
@@ -163,7 +166,7 @@ def _pair(first: str, second: str, scale: float, form: str) -> Callable[[Figures
 
 
 def _speeds(f: Figures, num_bytes: float) -> str:
-    """GB/s of a suspend and of its resume."""
+    """Return GB/s of a suspend and of its resume, as text."""
     return f"{num_bytes * GB / f['suspend_s']:.1f}, {num_bytes * GB / f['resume_s']:.1f}"
 
 
@@ -233,7 +236,7 @@ COLUMNS: dict[str, list[Column]] = {
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """A page of the results as they are in the JSON file, short enough for the end of a log."""
+    """Return a page of the results of the JSON file, short enough for the end of a log."""
     machine, parts = results["machine"], results["parts"]
     versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "triton", "python"))
     lines = [
@@ -256,6 +259,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _table(kind: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of the measured parts of one kind."""
     columns = COLUMNS[kind]
     head = [_row([kind, *(title for title, _ in columns)]), "|---|" + "---:|" * len(columns)]
     return head + [
@@ -270,7 +274,7 @@ def _table(kind: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short(why: str) -> str:
-    """The end of a long error names the frames."""
+    """Return start and end of a long error; its end names the frames."""
     return why if len(why) <= MAX_WHY else f"{why[: MAX_WHY // 2]} ... {why[-MAX_WHY // 2 :]}"
 
 
@@ -290,7 +294,10 @@ def page_path(date: str, device_name: str, out: str | None) -> Path:
 
 
 class Run:
-    """A run of all groups of parts, and its results so far."""
+    """A run of all groups of parts, and its results so far.
+
+    `out`: folder of the files; None for benchmarks/results.
+    """
 
     def __init__(self, plan: Plan, budget_s: float, out: str | None) -> None:
         self._deadline = Deadline.after(budget_s)
@@ -304,11 +311,12 @@ class Run:
 
     @property
     def page(self) -> Path:
+        """Path of the Markdown page."""
         device_name = self.results["machine"].get("device", "unknown device")
         return page_path(self.results["date"], device_name, self._out)
 
     def measure(self) -> None:
-        """Run all groups, and write the page and the JSON file anew after every part."""
+        """Run all groups. Writes the page and the JSON file again after every part."""
         runner = GroupRunner(
             "benchmarks.gpu",
             self._deadline,
@@ -320,6 +328,7 @@ class Run:
         runner.run(groups_of(Bench(self._plan)))
 
     def _arguments(self, group: str, names: list[str]) -> Sequence[Any]:
+        """Return the arguments of `measure_group` after the pipe."""
         floors = [p["figures"] for p in self.results["parts"] if p["kind"] == "floors"]
         is_rehearsal = self._plan is REHEARSAL
         return group, names, next(iter(floors), None), self._deadline.ends_at, is_rehearsal
@@ -351,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.rehearse and not torch.cuda.is_available():
         print(f"gpu: torch {torch.__version__} sees no CUDA device", file=sys.stderr)
         return NO_DEVICE
-    # Ctrl-C is how gpu_check asks to sum up; a shell's background job would ignore it.
+    # scripts/gpu_check.py sends SIGINT to end the run early; background jobs of a shell ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     plan = REHEARSAL if arguments.rehearse else PLAN
     run = Run(plan, arguments.budget_s, os.environ.get("OUT"))

@@ -1,4 +1,7 @@
-"""Parts of the GPU benchmark: device timing, floors, engines with random weights, decoding rows."""
+"""Helpers of the GPU benchmarks: device timing, floors, random engines, decoding rows.
+
+Used by `benchmarks.gpu`, `benchmarks.gpu_measures` and `benchmarks.gpu_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ class MeasuredDevice:
         self._index = torch.cuda.current_device() if self.is_cuda else None
 
     def wait(self) -> None:
-        """Return when all queued work is done."""
+        """Wait until all queued work of the device is done."""
         if self.is_cuda:
             torch.cuda.synchronize(self._index)
 
     def timed(self, work: Callable[[], _T]) -> tuple[float, _T]:
-        """Wall seconds of `work`, from an idle device to an idle device, and what it returned."""
+        """Return wall seconds of `work`, from an idle device to an idle device, and its result."""
         self.wait()
         start = time.perf_counter()
         result = work()
@@ -47,16 +50,19 @@ class MeasuredDevice:
         return time.perf_counter() - start, result
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Wall seconds of `work`, from an idle device to an idle device."""
+        """Return wall seconds of `work`, from an idle device to an idle device."""
         return self.timed(work)[0]
 
     def seconds_per_call(self, work: Callable[[], Any], num_calls: int) -> float:
-        """Wall seconds of one of `num_calls` calls queued back to back, after an untimed one."""
+        """Return the mean wall seconds of `num_calls` calls in a row, after an untimed call."""
         work()
         return self.seconds(lambda: _repeat(work, num_calls)) / num_calls
 
     def seconds_per_replay(self, work: Callable[[], Any], num_calls: int) -> float:
-        """The same in a captured graph, as layers run in a step: launching costs nothing there."""
+        """Return the mean wall seconds of a call in a CUDA graph, without the time of launches.
+
+        On a CPU: as `seconds_per_call`.
+        """
         if not self.is_cuda:
             return self.seconds_per_call(work, num_calls)
         stream = torch.cuda.Stream()
@@ -70,14 +76,14 @@ class MeasuredDevice:
         graph.replay()
         return self.seconds(graph.replay) / num_calls
 
-    def give_back_unused(self) -> None:
+    def free_unused(self) -> None:
         """Free unreferenced memory, torch's cache included."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, Any]:
-        """The kind of device and the versions, never which machine it is."""
+        """Return the kind of device, its memory and the versions, but no host name."""
         return {
             "device": torch.cuda.get_device_name(self._index) if self.is_cuda else "cpu",
             "memory_bytes": torch.cuda.mem_get_info(self._index)[1] if self.is_cuda else None,
@@ -107,9 +113,11 @@ def _triton_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Bytes and operations per second. A copy counts its bytes once, though it moves them twice:
-    `device_copy` of a buffer to another one there, `to_device` and `to_host` from and to pinned
-    memory. `device_read` reads a buffer and keeps nothing.
+    """Measured rates of a device. A copy of n bytes counts as n, though it reads and writes them.
+
+    device_read_bytes_per_s: sum of a buffer. device_copy_bytes_per_s: copy within the device.
+    to_device_bytes_per_s, to_host_bytes_per_s: copies from and to pinned host memory.
+    matmul_flops_per_s: one product of square matrices.
     """
 
     device_read_bytes_per_s: float
@@ -120,9 +128,7 @@ class Floors:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """The most that the device's memory was seen to deliver: reading, or both sides of a
-        copy.
-        """
+        """Highest measured rate of the device's memory, of a read or of both sides of a copy."""
         return max(self.device_read_bytes_per_s, 2 * self.device_copy_bytes_per_s)
 
     def figures(self) -> dict[str, float]:
@@ -131,12 +137,12 @@ class Floors:
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Floors:
-        """Return the floors that stand in `figures`."""
+        """Return the floors of a `figures` result."""
         return cls(**{name: figures[name] for name in cls.__dataclass_fields__})
 
 
 def measure_floors(device: MeasuredDevice, sizes: FloorSizes, dtype: torch.dtype) -> Floors:
-    """Measure all. The matrices are of `dtype`, with random values: zeros would take less power."""
+    """Measure all floors. The matrices have `dtype` and random values; zeros take less power."""
     source = torch.ones(sizes.device_bytes // 4, device=device.name)
     target = torch.empty_like(source)
     num_calls = sizes.num_calls
@@ -165,7 +171,7 @@ def measure_floors(device: MeasuredDevice, sizes: FloorSizes, dtype: torch.dtype
 
 
 class _Config:
-    """The config of a transformers model, as far as an engine asks for it."""
+    """The part of a transformers config that an engine reads."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._values = spec.to_hf_config()
@@ -208,8 +214,9 @@ def pool_config(
     memory_kind: str = "device",
     is_eager: bool = False,
 ) -> InferenceConfig:
-    """A pool of just that shape. A kind of memory that keeps addresses must hold them; `is_eager`
-    captures no step.
+    """Return the config of an engine with a KV pool of exactly this shape.
+
+    Memory kinds other than "device" must keep their addresses. `is_eager`: capture no step.
     """
     block_bytes = kv_bytes_per_token(spec) * BLOCK_TOKENS
     return InferenceConfig(
@@ -225,18 +232,18 @@ def pool_config(
 
 
 def random_engine(spec: ModelSpec, config: InferenceConfig, device: str) -> DynamicInferenceEngine:
-    """An engine with random weights made on the device."""
+    """Return an engine with random weights that were made on the device."""
     return DynamicInferenceEngine.from_model(RandomWeights(spec, device), config)
 
 
 class Bench:
     """State shared by the parts of one process: plan, device, floors, and one engine at a time.
 
-    Building an engine takes long, so parts share it. The first use initializes the device.
+    Building an engine takes long, so parts share it. The first use of `device` initializes CUDA.
     """
 
     def __init__(self, plan: Plan, floors: Floors | None = None) -> None:
-        """`floors`: if another process has measured them."""
+        """`floors`: measured by another process; None until they are measured."""
         self.plan, self.floors = plan, floors
         self._name: str | None = None
         self._engine: DynamicInferenceEngine | None = None
@@ -246,25 +253,24 @@ class Bench:
         return MeasuredDevice(self.plan.device)
 
     def engine(self, name: str, spec: ModelSpec, pool: PoolShape) -> DynamicInferenceEngine:
-        """The engine of that name, with random weights; the one of another name is closed first."""
+        """Return the engine `name` with random weights. Closes an engine of another name first."""
         if self._engine is None or self._name != name:
             self._close()
-            self.device.give_back_unused()
+            self.device.free_unused()
             config = pool_config(spec, pool, self.plan.device, memory_kind=self.plan.memory_kind)
             self._engine, self._name = random_engine(spec, config, self.plan.device), name
-            self.device.give_back_unused()
+            self.device.free_unused()
         return self._engine
 
     def recover(self) -> None:
-        """Drop an engine that has failed and may not close any more. Raises what the device
-        answers.
-        """
+        """Drop an engine that has failed, without closing it. Raises the device's error if it is
+        broken."""
         self._engine = None
-        self.device.give_back_unused()
+        self.device.free_unused()
         self.device.wait()
 
     def _close(self) -> None:
-        """Give all memory of the engine back, the weights' too, which shutdown would keep."""
+        """Release all memory of the engine, also the weights, which shutdown would keep."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.pause()
@@ -274,7 +280,7 @@ class Bench:
 
 @dataclass(slots=True, kw_only=True)
 class DecodingRows:
-    """`num_rows` requests with prompts of their own, so that no two share a block of KV."""
+    """`num_rows` requests with different prompts, so that no two share a block of KV."""
 
     engine: DynamicInferenceEngine
     spec: ModelSpec
@@ -283,7 +289,10 @@ class DecodingRows:
     _ids: list[int] = field(default_factory=list)
 
     def start(self, num_new: int) -> None:
-        """Queue them, `num_new` tokens each, and step until all of them decode."""
+        """Queue the requests, `num_new` tokens each, and step until all prompts are computed.
+
+        Raises RuntimeError if that takes more steps than expected.
+        """
         sampling = SamplingParams(
             num_tokens_to_generate=num_new, ignore_eos=True, return_log_probs=True, seed=0
         )
@@ -299,21 +308,22 @@ class DecodingRows:
         raise RuntimeError("the prompts were not computed within the steps they should take")
 
     def end(self) -> None:
-        """Abort them and take in what is in flight."""
+        """Abort the requests and commit the steps in flight."""
         for request_id in self._ids:
             self.engine.abort_request(request_id)
         self.settle()
 
     def settle(self) -> None:
-        """Take in all steps in flight."""
+        """Commit the steps in flight: pause and unpause."""
         self.engine.pause()
         self.engine.unpause()
 
 
 def ramp_steps(num_rows: int, prompt_len: int) -> int:
-    """Steps until the last of `num_rows` prompts is computed; the first rows decode meanwhile.
+    """Return the steps until the last of `num_rows` prompts is computed. The first rows decode
+    meanwhile.
 
-    Two more than the prompts alone would take: one in flight, one for what rounding costs.
+    Two more than the prompts alone take: one for a step in flight, one for rounding.
     """
     prompts_per_step = (DEFAULT_MAX_TOKENS - num_rows) // prompt_len
     return -(-num_rows // prompts_per_step) + 2

@@ -1,15 +1,15 @@
-"""Steps of a small engine under NVIDIA's tools: memory errors, and a line for each kernel.
+"""Runs steps of a small engine under compute-sanitizer and ncu: memory errors, and kernel times.
 
-    python benchmarks/gpu_kernels.py check      # compute-sanitizer: any fault fails
+    python benchmarks/gpu_kernels.py check      # compute-sanitizer: fails at any memory error
     python benchmarks/gpu_kernels.py profile    # ncu: time, and shares of the device's peaks
-    python benchmarks/gpu_kernels.py steps      # what `profile` runs; `check`: steps --eager
+    python benchmarks/gpu_kernels.py steps      # the steps alone, without a tool
 
-The steps are captured and replayed as in a job: prefill, decode, top-k and top-p, log-probs, a
-suspend and an update between them. Under compute-sanitizer they run eagerly, and torch asks the
-driver for each tensor: within a segment of torch's allocator it sees no fault. ncu leaves the
-clocks as they are, and watches the first launches of our largest kernels. `profile` writes
-gpu-kernels.md to $OUT or to benchmarks/results. Exit status: 0; 1 for a fault; 5, nothing to run,
-where a tool is not installed.
+The steps cover prefill, decode, top-k and top-p, log-probs, a suspend and an update. `profile` runs
+them captured, as a job does. `check` runs them eagerly and without torch's caching allocator:
+compute-sanitizer finds no error inside its segments. ncu does not set the clocks, and watches the
+first launches of the largest kernels. `profile` writes gpu-kernels.md to $OUT or to
+benchmarks/results. `scripts/gpu_check.py` runs both. Exit status: 0; 1 for a memory error; 5 if the
+tool is not installed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from types import MappingProxyType
 
 from benchmarks.gpu_engines import RandomWeights, pool_config, random_engine
 from benchmarks.gpu_shapes import NEAR_NOTHING, PoolShape
+from benchmarks.pages import RESULTS
 from benchmarks.workloads import random_prompts
 from rollout import InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
-RESULTS = Path(__file__).parent / "results"
-NOTHING_TO_RUN = 5  # pytest's exit status, which gpu_check knows
+NOTHING_TO_RUN = 5  # as pytest's exit status for no tests; scripts/gpu_check.py expects it
 _NANOSECONDS = {"nsecond": 1.0, "ns": 1.0, "usecond": 1e3, "us": 1e3, "msecond": 1e6, "ms": 1e6}
 TIME = "gpu__time_duration.sum"
 MEMORY = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
@@ -41,7 +41,7 @@ COMPUTE = "sm__throughput.avg.pct_of_peak_sustained_elapsed"
 OCCUPANCY = "sm__warps_active.avg.pct_of_peak_sustained_active"
 REGISTERS = "launch__registers_per_thread"
 METRICS = (TIME, MEMORY, COMPUTE, OCCUPANCY, REGISTERS)
-# What ncu watches: it runs each of these launches several times.
+# Kernels that ncu watches; it runs each of their launches several times.
 KERNELS = "attention|merge|append_kv|histogram|draw"
 NUM_LAUNCHES = 32
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -50,14 +50,17 @@ UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 def steps_config(
     device: str, spec: ModelSpec = NEAR_NOTHING, *, is_eager: bool = False
 ) -> InferenceConfig:
-    """The config of an engine for the steps, which `is_eager` keeps from capturing any."""
+    """Return the config of the engine that runs the steps. `is_eager`: capture no step."""
     return pool_config(spec, PoolShape(num_rows=8, context_len=256), device, is_eager=is_eager)
 
 
 def run_steps(
     device: str, spec: ModelSpec = NEAR_NOTHING, num_tokens: int = 12, *, is_eager: bool = False
 ) -> int:
-    """Generate, with a suspend and an update on the way. Returns how many steps were captured."""
+    """Generate `num_tokens` for each of four prompts, with a suspend and an update in between.
+
+    Returns the number of captured steps. Raises RuntimeError if requests remain.
+    """
     config = steps_config(device, spec, is_eager=is_eager)
     engine = random_engine(spec, config, device)
     source = RandomWeights(spec, device, seed=1)
@@ -91,7 +94,10 @@ def run_steps(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLine:
-    """Figures of one kernel over all its launches. Shares, in percent, are weighted by time."""
+    """Figures of one kernel over all its launches.
+
+    Percentages are shares of the device's peaks, weighted by the launches' times.
+    """
 
     name: str
     num_launches: int
@@ -103,8 +109,9 @@ class KernelLine:
 
 
 def kernel_lines(report: Iterable[str]) -> list[KernelLine]:
-    """The kernels of ncu's CSV, those that took longest first. Lines before its header are left
-    out. Raises ValueError without a header.
+    """Return the kernels of ncu's CSV output, longest time first.
+
+    Lines before the header are skipped. Raises ValueError without a header.
     """
     lines = iter(report)
     header = next((line for line in lines if line.startswith('"ID"')), None)
@@ -123,6 +130,7 @@ def kernel_lines(report: Iterable[str]) -> list[KernelLine]:
 
 
 def _line(name: str, launches: Sequence[Mapping[str, float]]) -> KernelLine:
+    """Return the figures of a kernel from the metrics of its launches."""
     total = sum(launch[TIME] for launch in launches)
 
     def share(metric: str) -> float:
@@ -140,7 +148,7 @@ def _line(name: str, launches: Sequence[Mapping[str, float]]) -> KernelLine:
 
 
 def as_markdown(lines: Sequence[KernelLine]) -> str:
-    """A page with a row for each kernel."""
+    """Return a page with a row for each kernel."""
     columns = ("launches", "us", "memory, %", "compute, %", "warps, %", "registers")
     rows = [
         f"| {x.name} | {x.num_launches} | {x.microseconds:.1f} | {x.memory_percent:.0f} | "
@@ -164,12 +172,12 @@ def profile(out: Path, tool: str = "ncu") -> int:
         log = Path(folder, "ncu.csv")
         options = ["--csv", "--log-file", str(log), "--metrics", ",".join(METRICS)]
         options += ["--graph-profiling", "node", "--target-processes", "all"]
-        # A lent device's clocks are not ours to set.
+        # Setting the clocks needs rights that a shared machine does not give.
         options += ["--clock-control", "none"]
         options += ["--kernel-name", f"regex:{KERNELS}", "--launch-count", str(NUM_LAUNCHES)]
         status = _run(tool, [*options, sys.executable, __file__, "steps"])
         if status:
-            if log.exists():  # it says why: who may read the counters, most of the time
+            if log.exists():  # it has the reason, mostly missing rights to read the counters
                 print(log.read_text(encoding="utf-8")[-2000:])
             return status
         lines = kernel_lines(log.read_text(encoding="utf-8").splitlines())
@@ -183,8 +191,9 @@ def profile(out: Path, tool: str = "ncu") -> int:
 def _run(
     tool: str, arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Run it, with more variables in its environment. Returns the exit status; NOTHING_TO_RUN if
-    the tool is not installed.
+    """Run a tool with additional environment variables. Returns its exit status.
+
+    Returns NOTHING_TO_RUN if the tool is not installed.
     """
     path = shutil.which(tool)
     if path is None:
@@ -196,8 +205,8 @@ def _run(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("check", "profile", "steps"))
-    parser.add_argument("--device", default="cuda", help="of `steps`")
-    parser.add_argument("--eager", action="store_true", help="`steps` captures none")
+    parser.add_argument("--device", default="cuda", help="device of `steps`")
+    parser.add_argument("--eager", action="store_true", help="`steps` captures no step")
     given = parser.parse_args(argv)
     if given.what == "check":
         return check()

@@ -1,4 +1,6 @@
-"""Measurements on a device: steps, suspends, updates, and the same work done by peers.
+"""Measurements of the GPU benchmark: steps, suspends, updates, and the same work by peers.
+
+`benchmarks.gpu` runs each as a part. Each returns its figures by name; times are in seconds.
 
 Shape letters: T tokens, R rows, H query heads, G key/value heads, C context tokens, D head dim.
 """
@@ -41,22 +43,22 @@ from rollout.backends.select import create_backend
 from rollout.models.spec import ModelSpec
 
 KV, WEIGHTS = "kv_cache", "weights"
-_TOKENS_AHEAD = 4  # rows must not end while steps computed ahead are in flight
-_STEPS_AFTER = 3  # that show whether graphs are captured anew
-_TOKENS_PER_CYCLE = 16  # an upper bound of what a row generates in one cycle, or about one update
+_TOKENS_AHEAD = 4  # more tokens than are measured: no row may end while steps are in flight
+_STEPS_AFTER = 3  # steps after a cycle or update, to see whether graphs are captured again
+_TOKENS_PER_CYCLE = 16  # upper bound of a row's tokens in one cycle or around one update
 
 
 def _engine(bench: Bench, shape: str) -> tuple[DynamicInferenceEngine, ModelSpec]:
-    """The engine of a shape of the plan."""
+    """Return the engine and the spec of a model of the plan."""
     spec = bench.plan.shapes[shape]
     return bench.engine(shape, spec, bench.plan.pool), spec
 
 
 def measure_all_floors(bench: Bench) -> dict[str, Any]:
-    """Measure the floors, which the later parts are put beside."""
+    """Measure the floors and set `bench.floors`, with which later parts compare."""
     spec = next(iter(bench.plan.shapes.values()))
     bench.floors = measure_floors(bench.device, bench.plan.floors, spec.dtype)
-    bench.device.give_back_unused()
+    bench.device.free_unused()
     return bench.floors.figures()
 
 
@@ -65,7 +67,7 @@ def measure_all_floors(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
-    """`batch` rows, whose contexts are `context_len` tokens at most when the last step is done."""
+    """Sizes of a decode measurement: rows, their largest context, and numbers of steps."""
 
     batch: int
     context_len: int
@@ -74,13 +76,13 @@ class DecodeSizes:
 
     @property
     def num_new(self) -> int:
-        """Tokens that a row is asked for."""
+        """Tokens that each row is to generate."""
         ramp = ramp_steps(self.batch, self.context_len)
         return ramp + self.num_warm_up + self.num_steps + _TOKENS_AHEAD
 
     @property
     def prompt_len(self) -> int:
-        """Raises ValueError if the context is too short for the steps."""
+        """Prompt tokens of a row. Raises ValueError if the context is too short for the steps."""
         if self.num_new >= self.context_len:
             raise ValueError(f"{self.context_len} tokens of context leave no room for a prompt")
         return self.context_len - self.num_new
@@ -88,10 +90,10 @@ class DecodeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWindow:
-    """A run of steps that did nothing but decode, from an idle device to an idle device.
+    """Steps that only decoded, from an idle device to an idle device.
 
-    `kv_tokens` are the tokens of context that all rows of all steps attended to, to within one
-    token per row and step: a device that works ahead is a step further than what is counted.
+    kv_tokens: context tokens that all rows attended to, summed over the steps. It may be off by one
+        token per row and step, because a device that runs ahead is a step further.
     """
 
     seconds: float
@@ -104,7 +106,7 @@ class DecodeWindow:
 def decode_window(
     device: MeasuredDevice, engine: DynamicInferenceEngine, spec: ModelSpec, sizes: DecodeSizes
 ) -> DecodeWindow:
-    """Measure decode steps of all rows. Raises RuntimeError if another kind of step ran as well."""
+    """Measure decode steps of all rows. Raises RuntimeError if another kind of step ran too."""
     rows = DecodingRows(engine=engine, spec=spec, num_rows=sizes.batch, prompt_len=sizes.prompt_len)
     sampled_before = engine.stats().num_sampled_tokens
     rows.start(sizes.num_new)
@@ -140,14 +142,14 @@ def decode_window(
 
 
 def measure_warm_up(bench: Bench, shape: str) -> dict[str, Any]:
-    """Capture all steps ahead, as an engine does that is asked to."""
+    """Time `warm_up`, which captures all graphs."""
     engine, _ = _engine(bench, shape)
     seconds, num_captured = bench.device.timed(engine.warm_up)
     return {"seconds": seconds, "num_graph_captures": num_captured}
 
 
 def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
-    """Seconds of a step, beside the time that the memory takes to deliver weights and KV once."""
+    """Measure a decode step, and the time to read weights and KV once as its floor."""
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
     sizes = DecodeSizes(
         batch=batch,
@@ -177,9 +179,9 @@ def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
 
 
 def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
-    """Measure seconds from queued prompts to their first tokens, and the peak FLOP rate.
+    """Measure seconds from queued prompts to their first tokens, and FLOPs per second.
 
-    The second run counts. FLOPs are counted as if every prompt were computed whole; an engine may
+    The second of two runs counts. FLOPs are those of computing every prompt whole; an engine may
     compute less.
     """
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
@@ -208,8 +210,9 @@ def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
 
 
 def measure_host(bench: Bench, batch: int) -> dict[str, Any]:
-    """Wall and CPU seconds of a step that leaves the device next to idle. The wall time holds what
-    the few launches take; the CPU time also what waiting burns.
+    """Measure the host's wall and CPU seconds of a step of a tiny model.
+
+    The wall time includes the few launches, the CPU time also busy waiting.
     """
     plan, spec = bench.plan, bench.plan.host_spec
     pool = PoolShape(num_rows=max(plan.host_batches), context_len=BLOCK_TOKENS)
@@ -233,7 +236,7 @@ def measure_host(bench: Bench, batch: int) -> dict[str, Any]:
 
 
 def held_rows(bench: Bench, shape: str, num_cycles: int) -> DecodingRows:
-    """Rows that decode, with contexts as long as the plan's, and go on for so many cycles."""
+    """Start rows with the plan's context length that decode for `num_cycles` cycles."""
     (engine, spec), plan = _engine(bench, shape), bench.plan
     num_new = (num_cycles + 1) * _TOKENS_PER_CYCLE
     num_rows, prompt_len = plan.num_held_rows, plan.context_len - num_new
@@ -244,10 +247,10 @@ def held_rows(bench: Bench, shape: str, num_cycles: int) -> DecodingRows:
 
 
 def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
-    """Measure cycles of suspend, resume and one step, and copies to and from pinned memory.
+    """Measure cycles of suspend, resume and one step, relative to copies of the same bytes.
 
-    The first cycle page-locks host memory and is reported separately; the other figures are medians
-    of the later cycles.
+    `owner`: the resource to release, "kv_cache" or "weights". The first cycle page-locks host
+    memory and is reported separately; the other figures are medians of the later cycles.
     """
     plan, floors = bench.plan, bench.floors
     rows = held_rows(bench, shape, plan.num_cycles)
@@ -277,6 +280,7 @@ def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
 
 
 def _cycle(device: MeasuredDevice, rows: DecodingRows, owner: str) -> dict[str, Any]:
+    """Run one cycle and return its figures."""
     engine = rows.engine
     captures, addresses = engine.stats().num_graph_captures, _addresses(engine)
     engine.pause()
@@ -302,7 +306,7 @@ def _addresses(engine: DynamicInferenceEngine) -> dict[str, int]:
 
 
 def _step(rows: DecodingRows, num_steps: int) -> None:
-    """Run `num_steps` decode steps, and settle the step that was computed ahead."""
+    """Run `num_steps` decode steps, and commit the step in flight."""
     for _ in range(num_steps):
         rows.engine.step()
     rows.settle()
@@ -314,7 +318,7 @@ def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
 
     Staging backs up the served weights on the host. The first update page-locks that memory and is
     reported separately. The stall is the time without engine steps, measured from an idle device to
-    an idle device. For comparison: the time to copy the same bytes within the device.
+    an idle device. It is compared with a copy of the same bytes within the device.
     """
     device, plan = bench.device, bench.plan
     rows = held_rows(bench, shape, plan.num_updates)
@@ -330,7 +334,7 @@ def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
         _step(rows, _STEPS_AFTER)
         stages.append(stage_s)
         stalls.append(stall_s)
-        del staged, commit  # and the backup, whose room the next one needs
+        del staged, commit  # frees the backup, whose memory the next one needs
     captures = engine.stats().num_graph_captures - captures
     rows.end()
     tensors = list(source.parameters())
@@ -360,7 +364,7 @@ def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
 def layer_batch(
     attention: AttentionBackend, spec: ModelSpec, num_rows: int, context_len: int, device: str
 ) -> ForwardBatch:
-    """Rows that decode a token, with blocks of their own in a cache that holds random numbers."""
+    """Return a batch of rows that decode one token, each with its own blocks of random KV."""
     blocks_per_row = -(-context_len // BLOCK_TOKENS)
     cache_spec = CacheSpec(
         num_layers=1,
@@ -396,8 +400,10 @@ def layer_batch(
 
 
 def measure_layer(bench: Bench, num_rows: int) -> dict[str, Any]:
-    """Attention of one decode layer: ours over the paged cache, its write of K and V included, and
-    torch's over contiguous K and V, beside the time that the memory takes to deliver K and V once.
+    """Measure decode attention of one layer: ours over the paged cache, and torch's.
+
+    Ours includes the write of K and V. torch's runs on contiguous K and V. The floor is the time to
+    read K and V once.
     """
     device, plan, floors = bench.device, bench.plan, bench.floors
     spec, context_len = next(iter(plan.shapes.values())), plan.context_len
@@ -435,8 +441,8 @@ def measure_layer(bench: Bench, num_rows: int) -> dict[str, Any]:
 
 
 def device_model(spec: ModelSpec, device: str) -> Any:
-    """A transformers model with random weights drawn on the device."""
-    import transformers  # here, for it may be missing, and takes seconds
+    """Return a transformers model with random weights made on the device."""
+    import transformers  # it may be missing, and its import takes seconds
 
     values = spec.to_hf_config()
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
@@ -447,8 +453,10 @@ def device_model(spec: ModelSpec, device: str) -> Any:
 
 
 def measure_generate(bench: Bench) -> dict[str, Any]:
-    """Tokens per second of one batch with log-probs: rollout.LLM, and transformers' `generate` with
-    a static cache that is not compiled, with the same weights; the better of two runs counts.
+    """Measure tokens per second of one batch with log-probs, and of transformers' `generate`.
+
+    Both have the same weights. `generate` has a static cache and is not compiled. The better of two
+    runs counts.
     """
     device, plan = bench.device, bench.plan
     spec = plan.shapes[plan.generate_shape]

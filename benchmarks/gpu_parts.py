@@ -1,8 +1,8 @@
-"""Parts of a measurement: each is tried, whatever became of the others, while there is time.
+"""Runs the parts of a measurement within a deadline, each regardless of failures of the others.
 
-Every group of parts runs in a process of its own, which reports each part as it begins and ends.
-A process that ends by itself, or does not end, costs the part that it was in; another one goes on
-with the parts behind it.
+Every group of parts runs in a child process, which reports each part as it begins and ends. If a
+child crashes or hangs, its current part fails, and a new child continues with the next part. Used
+by `benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from rollout.errors import decode_error
 logger = logging.getLogger(__name__)
 
 MEASURED, FAILED, SKIPPED, INTERRUPTED = "measured", "failed", "skipped", "interrupted"
-START_LIMIT_S = 120.0  # from a child's start to its first part: imports, and a context
-HANG_S = 10.0  # beside three times the seconds that a part may need
-KILL_LIMIT_S = 20.0  # page-locked memory is given back meanwhile
+START_LIMIT_S = 120.0  # from a child's start to its first part: imports and the CUDA context
+HANG_S = 10.0  # added to three times the seconds that a part may need
+KILL_LIMIT_S = 20.0  # for a killed child to end: page-locked memory is released meanwhile
 _NUM_FRAMES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """`kind` names the table it belongs to; with less than `needs_s` seconds left it is skipped."""
+    """One measurement.
+
+    kind: the table of its figures. needs_s: with fewer seconds left it is skipped.
+    """
 
     name: str
     kind: str
@@ -40,13 +43,16 @@ class Part:
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which the part is taken to hang."""
+        """Seconds after which the part counts as hanging."""
         return HANG_S + 3 * self.needs_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a part: its figures, or the reason that it has none."""
+    """Result of a part: its status, and its figures or the reason why there are none.
+
+    status: MEASURED, FAILED, SKIPPED or INTERRUPTED. seconds: duration of the part.
+    """
 
     name: str
     kind: str
@@ -57,7 +63,7 @@ class Outcome:
 
 
 class Deadline:
-    """The end of the time that all parts have together, on the clock that processes share."""
+    """The time at which all parts must end, by time.monotonic, which processes share."""
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -71,7 +77,7 @@ class Deadline:
 
 
 def described(error: BaseException) -> str:
-    """Type, message and the innermost frames, without the folders of this machine."""
+    """Return type, message and innermost frames of an error, with file names but no folders."""
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
     return f"{type(error).__name__}: {error} ({' > '.join(places)})"
@@ -96,8 +102,8 @@ def run_parts(
 ) -> None:
     """Run the parts in order, and report the beginning and the outcome of each.
 
-    After one that failed, `recover` clears up what it has left. If that raises, the device may be
-    broken for this process: the parts behind are not run here, and have no outcome.
+    After a part that failed, `recover` cleans up. If that raises, the device may be broken for this
+    process: the remaining parts are not run here, and no outcome is reported for them.
     """
     for part in parts:
         left_s = deadline.left_s()
@@ -109,7 +115,7 @@ def run_parts(
         report((END, outcome))
         if outcome.status == FAILED:
             try:
-                # Only here, where the error with its frames, and all their tensors, is gone.
+                # Not within `_run`, where the error's frames still hold tensors.
                 recover()
             except Exception:
                 logger.exception("the device does not recover from %r", part.name)
@@ -120,7 +126,7 @@ def _run(part: Part) -> Outcome:
     start = time.monotonic()
     try:
         figures = part.measure()
-    except Exception as error:  # it is told with the part; the other parts are measured
+    except Exception as error:  # reported as the part's outcome; the other parts run
         return _without_figures(part, FAILED, described(error), time.monotonic() - start)
     seconds = time.monotonic() - start
     return Outcome(
@@ -152,16 +158,17 @@ class GroupRunner:
         after: Callable[[Outcome], None],
         others: Callable[[Report], None],
     ) -> None:
-        """`module` runs as the main module of a child, and calls `run_child`. `arguments` are what
-        the child is sent, of a group and the names of its parts to run. `before` gets the name of a
-        part, `after` its outcome, `others` what else a child reports.
+        """`module`: runs as the main module of a child, and calls `run_child`.
+        `arguments`: returns what the child is sent, for a group and the names of its parts.
+        `before` receives the name of each part that begins, `after` each outcome, and `others` any
+        other report of a child.
         """
         self._module, self._deadline, self._arguments = module, deadline, arguments
         self._before, self._after, self._others = before, after, others
         self._reserve: ChildProcess | None = None
 
     def run(self, groups: Mapping[str, Sequence[Part]]) -> None:
-        """Give every part an outcome. Ctrl-C ends one part and skips the rest."""
+        """Run all groups; every part gets an outcome. Ctrl-C ends one part and skips the rest."""
         left = {group: list(parts) for group, parts in groups.items()}
         names = list(groups)
         try:
@@ -181,7 +188,7 @@ class GroupRunner:
                 _end(self._reserve)
 
     def _skips(self, parts: list[Part]) -> bool:
-        """Skip all of them if there is no time for any."""
+        """Skip all parts if there is no time for any. Returns whether they were skipped."""
         left_s = self._deadline.left_s()
         if any(part.needs_s <= left_s for part in parts):
             return False
@@ -190,17 +197,20 @@ class GroupRunner:
         return True
 
     def _take_child(self, *, has_more: bool) -> ChildProcess:
-        """The child that is ready, or a new one; if groups follow, start another one."""
+        """Return the child that was started ahead, or a new one. If `has_more`, start the next."""
         child, self._reserve = self._reserve or ChildProcess(self._module), None
         if has_more:
             self._reserve = ChildProcess(self._module)
         return child
 
     def _run_in(self, child: ChildProcess, group: str, left: list[Part]) -> None:
-        """Take the parts with an outcome out of `left`: at least one."""
+        """Run parts of a group in a child until it ends or all have an outcome.
+
+        Parts with an outcome are removed from `left`, at least one.
+        """
         by_name = {part.name: part for part in left}
         arguments = self._arguments(group, list(by_name))
-        # A child that is gone is found below.
+        # A child that has ended is detected below.
         with contextlib.suppress(OSError):
             child.send(*(pickled(argument, "an argument of a group") for argument in arguments))
         current: Part | None = None
@@ -233,6 +243,7 @@ class GroupRunner:
     def _settle(
         self, left: list[Part], part: Part, status: str, why: str, seconds: float = 0.0
     ) -> None:
+        """Remove a part from `left` and report its outcome, without figures."""
         left.remove(part)
         self._after(_without_figures(part, status, why, seconds))
 
@@ -254,15 +265,15 @@ def _next_report(child: ChildProcess, timeout_s: float) -> Report | str:
 
 
 def _how_it_ended(child: ChildProcess) -> str:
-    """Wait for its end, which it may have announced by closing its pipe."""
+    """Wait for the end of a child that has closed its pipe. Returns a text about it."""
     try:
         return end_of(child.wait(KILL_LIMIT_S))
     except subprocess.TimeoutExpired:
-        return "it closed its pipe, and went on"
+        return "it closed its pipe, but did not end"
 
 
 def _end(child: ChildProcess) -> None:
-    """Kill what is left of it: its memory must be free for the next one."""
+    """Kill a child and wait for its end: its memory must be free for the next child."""
     child.kill()
     child.pipe.close()
     try:

@@ -1,7 +1,8 @@
-"""All shapes that the GPU benchmark launches, and what physics asks of a step: bytes, operations.
+"""Sizes of the GPU benchmark, and the bytes and operations that a step needs at least.
 
-`PLAN` is the one plan of a run. `REHEARSAL` runs the same parts on a CPU, in sizes that show
-nothing but that they run.
+`PLAN` has the sizes of a run. `REHEARSAL` has tiny sizes for a CPU, which only show that all parts
+run. Used by the gpu modules of this folder; `benchmarks.host_step` uses NEAR_NOTHING, and
+`benchmarks.models` the number of parameters of a layer.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
-BLOCK_TOKENS = 256  # of the KV cache
+BLOCK_TOKENS = 256  # tokens of a KV block
 
 
 def qwen3(
     *, hidden_size: int, num_layers: int, num_heads: int, intermediate_size: int, tied: bool
 ) -> ModelSpec:
-    """A dense Qwen3 in bfloat16; what all sizes share is as in the public configs."""
+    """Return a dense Qwen3 in bfloat16; fields that all sizes share are as in public configs."""
     return ModelSpec(
         family="qwen3",
         vocab_size=151_936,
@@ -45,7 +46,7 @@ QWEN3 = {
     ),
     "0.6B": qwen3(hidden_size=1024, num_layers=28, num_heads=16, intermediate_size=3072, tied=True),
 }
-# Next to no work for the device: what remains of a step is the host's.
+# Nearly no work for the device: a step takes as long as the host needs.
 NEAR_NOTHING = replace(
     qwen3(hidden_size=128, num_layers=2, num_heads=8, intermediate_size=256, tied=True),
     vocab_size=512,
@@ -56,7 +57,7 @@ NEAR_NOTHING = replace(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
-    """A KV pool for `num_rows` sequences of up to `context_len` tokens, in whole blocks."""
+    """Size of a KV pool for `num_rows` sequences of up to `context_len` tokens, in whole blocks."""
 
     num_rows: int
     context_len: int
@@ -68,7 +69,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorSizes:
-    """Bytes on the device and in pinned memory, rows of a square matrix, calls per timing."""
+    """Sizes of the floors: bytes of the buffers, rows of the square matrices, calls per timing."""
 
     device_bytes: int
     pinned_bytes: int
@@ -80,12 +81,14 @@ class FloorSizes:
 class Plan:
     """All sizes of a run.
 
-    shapes: the models, the one that is wanted most first. batches: rows of the decode steps; the
-    first is the largest. context_len: prompt and output of every row. num_held_rows: rows that
-    decode around suspends and updates. num_cycles, num_updates: the first page-locks host memory.
-    generate_shape: of the model that transformers runs, too. layer_batches: rows of the one decode
-    layer. needs_s: seconds that a part may take, by group and step; a part is skipped where fewer
-    are left.
+    shapes: the models by name, most important first.
+    batches: numbers of rows of the decode steps; the first is the largest.
+    context_len: tokens of prompt and output of every row.
+    num_held_rows: rows that decode before and after suspends and updates.
+    num_cycles, num_updates: measured suspends and updates; the first page-locks host memory.
+    generate_shape: the model that transformers runs, too.
+    layer_batches: numbers of rows of the measured attention layer.
+    needs_s: seconds that a part may take, by group and step. With fewer left it is skipped.
     """
 
     device: str
@@ -114,7 +117,7 @@ class Plan:
 
     @property
     def pool(self) -> PoolShape:
-        """The KV pool of the engines that decode: room for the largest batch."""
+        """KV pool of the engines, with room for the largest batch."""
         return PoolShape(num_rows=max(self.batches), context_len=self.context_len)
 
 
@@ -195,20 +198,20 @@ REHEARSAL = Plan(
 
 
 def layer_matrix_parameters(spec: ModelSpec) -> int:
-    """Entries of the matrices of one decoder layer."""
+    """Return the number of entries of a decoder layer's matrices, without biases."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     return spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Bytes of all weights, tied ones once. Only for models without biases."""
+    """Return the bytes of all weights of a model without biases. Tied ones count once."""
     tables = 1 if spec.tie_word_embeddings else 2
     return weight_bytes_per_step(spec) + (tables - 1) * _table_bytes(spec)
 
 
 def weight_bytes_per_step(spec: ModelSpec) -> int:
-    """Bytes of weights that a decode step must read: all, save an embedding table that is not the
-    head's, of which it reads a row per token.
+    """Return the bytes of weights that a decode step must read: all, except an embedding table that
+    is not also the head. The step reads one row of it per token.
     """
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     layers = spec.num_layers * (layer_matrix_parameters(spec) + norms)
@@ -220,13 +223,13 @@ def _table_bytes(spec: ModelSpec) -> int:
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:
-    """Bytes of K and V of one token over all layers."""
+    """Return the bytes of K and V of one token in all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 def prefill_flops(spec: ModelSpec, prompt_len: int, num_prompts: int) -> int:
-    """Operations of prompts computed whole: the layers for every token, the head for the last one
-    of each prompt, and causal attention. A product and its sum count as two.
+    """Return the operations to compute whole prompts: the layers for every token, the head for each
+    prompt's last token, and causal attention. A multiplication and an addition count as two.
     """
     layers = 2 * spec.num_layers * layer_matrix_parameters(spec) * prompt_len
     head = 2 * spec.vocab_size * spec.hidden_size

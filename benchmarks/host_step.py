@@ -1,16 +1,16 @@
-"""What the host adds to a step, row by row: scheduling and documents, without a model. One thread.
+"""CPU time of the host per row and decode step, without a model: scheduling and request records.
 
     python benchmarks/host_step.py                      # half a minute
     python benchmarks/host_step.py --rows 256 --rounds 3
     python benchmarks/host_step.py --small              # seconds: shows that it runs, not how fast
 
-A real engine steps over a runner that computes nothing and returns made-up tokens. Every row
-decodes; none ends. Times are CPU time, in microseconds a row: the median of the rounds, which take
-turns between the sizes, so that other work on the machine disturbs all of them. They include what
-the garbage collector costs, and about 0.3 us a step and part for reading the clock.
+A real engine runs steps of an executor that computes nothing and returns random tokens. Every row
+decodes; none ends. The first table has CPU microseconds per row: medians of rounds, in which all
+sizes take turns, so that other work on the machine disturbs all of them. They include garbage
+collection, and about 0.3 us per step and part for reading the clock.
 
-A second table: what an engine of a fleet spends of each step on its reports to the coordinator,
-which are frames in the end, in microseconds a step.
+The second table has CPU microseconds per step that an engine of a fleet spends on its reports to
+the coordinator, up to the encoded frames. Prints both tables and writes nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.gpu_shapes import NEAR_NOTHING
 from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import at_least_one
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.coordinator.agent.agent import EngineAgent
 from rollout.coordinator.protocol.codec import encode
@@ -48,10 +49,11 @@ from rollout.step.plan import StepPlan
 
 SPEC = replace(NEAR_NOTHING, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
 PROMPT_LEN = 32
-SLACK = 8  # tokens more than are measured, so that nothing ends
-MAX_STEPS = 500  # a round
-# schedule: without building the plan's arrays, which is `plan`. rest: the pipeline's own, counters.
-PARTS = ("schedule", "plan", "commit", "documents", "rest")
+SLACK = 8  # tokens beyond the measured ones, so that no request ends
+MAX_STEPS = 500  # steps of a round
+# schedule: Scheduler.schedule without `plan`. plan: building the plan's arrays. commit:
+# Scheduler.update_from_output. records: OutputProcessor. rest: the pipeline and the counters.
+PARTS = ("schedule", "plan", "commit", "records", "rest")
 _ENTRY = RegisterAck(
     coordinator_id=bytes(16),
     state="RUNNING",
@@ -70,7 +72,7 @@ class Stopwatch:
     _inner: list[int] = field(default_factory=lambda: [0])
 
     def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed."""
+        """Return `function` with its time added to `part`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0)
@@ -84,7 +86,7 @@ class Stopwatch:
         return timed
 
     def watch(self, owner: object, name: str, part: str) -> None:
-        """Put a timed method in place of the owner's own."""
+        """Replace the method `name` of `owner` by a timed one."""
         setattr(owner, name, self.wrap(part, getattr(owner, name)))
 
     def take(self) -> dict[str, int]:
@@ -94,7 +96,7 @@ class Stopwatch:
 
 
 class NoModel:
-    """A runner whose results are there at once: random tokens of a large vocabulary."""
+    """An executor of steps that computes nothing: results are random tokens, known at launch."""
 
     overlaps = False
     num_graph_captures = 0
@@ -113,7 +115,7 @@ class NoModel:
 
 
 class EngineWithoutModel(DynamicInferenceEngine):
-    """An engine whose steps compute nothing; its scheduler and its documents can be watched."""
+    """An engine whose steps compute nothing, with `scheduler` and `outputs` as attributes."""
 
     def __init__(
         self,
@@ -139,6 +141,7 @@ class EngineWithoutModel(DynamicInferenceEngine):
 
 
 def engine_without_model(config: InferenceConfig) -> EngineWithoutModel:
+    """Return an engine of the tiny shape SPEC."""
     engine = EngineWithoutModel.from_model(CausalLM.random(SPEC), config)
     assert isinstance(engine, EngineWithoutModel)
     return engine
@@ -156,7 +159,7 @@ class DecodingEngine:
         self._engine = engine_without_model(config)
         self.stopwatch.watch(self._engine.scheduler, "schedule", "schedule")
         self.stopwatch.watch(self._engine.scheduler, "update_from_output", "commit")
-        self.stopwatch.watch(self._engine.outputs, "process_outputs", "documents")
+        self.stopwatch.watch(self._engine.outputs, "process_outputs", "records")
         self.stopwatch.watch(self._engine, "step", "rest")
         params = SamplingParams(
             num_tokens_to_generate=num_steps + SLACK,
@@ -174,7 +177,7 @@ class DecodingEngine:
         assert not self._engine.step(), "a request ended"
 
     def run(self, num_steps: int) -> dict[str, float]:
-        """Microseconds a row by part, over `num_steps` steps."""
+        """Run `num_steps` steps. Returns CPU microseconds per row and step, by part."""
         build = PlannedStep.build_plan
         self.stopwatch.watch(PlannedStep, "build_plan", "plan")
         try:
@@ -188,7 +191,8 @@ class DecodingEngine:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds a row by number of rows and part, with and without log-probs."""
+    """Measure all cases. Returns the machine, `cases` (microseconds per row by number of rows and
+    part, with and without log-probs), and `reports`."""
     num_steps = {
         rows: min(MAX_STEPS, max(4, arguments.row_steps // rows)) for rows in arguments.rows
     }
@@ -220,7 +224,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class ReportingEngine:
-    """The agent of a fleet's engine, whose rows all decode, over a runner without a model."""
+    """The agent of a fleet's engine without a model, whose rows all decode."""
 
     def __init__(
         self, num_rows: int, num_steps: int, *, streams: bool, has_log_probs: bool
@@ -258,7 +262,7 @@ class ReportingEngine:
             self._agent.step()
 
     def run(self, num_steps: int) -> list[float]:
-        """Microseconds of each step that the engine itself does not take."""
+        """Return the CPU microseconds of each step that the agent takes, without the engine's."""
         taken = []
         for _ in range(num_steps):
             self._watch.take()
@@ -271,7 +275,7 @@ class ReportingEngine:
 
 
 def measure_reports(num_rows: int, num_steps: int) -> list[dict[str, Any]]:
-    """Microseconds a step: the median, and the slowest but for one in a hundred, and of all."""
+    """Return microseconds per step of each case: median, 99th percentile and maximum."""
     cases = []
     for streams in (False, True):
         for has_log_probs in (False, True):
@@ -296,7 +300,7 @@ def measure_reports(num_rows: int, num_steps: int) -> list[dict[str, Any]]:
 
 
 def as_text(results: dict[str, Any]) -> str:
-    """A table with a row per case."""
+    """Return two tables with a row per case: parts of a step, and reports."""
     machine = results["machine"]
     columns: tuple[str, ...] = ("rows", "log-probs", *PARTS, "total")
     lines = [
@@ -317,12 +321,10 @@ def as_text(results: dict[str, Any]) -> str:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least_one, default=7)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--small", action="store_true", help="few rows and rounds")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.row_steps, arguments.report_rows, arguments.report_steps = 20_000, 256, 400
     if arguments.small:
         arguments.report_rows, arguments.report_steps = 8, 20
@@ -331,7 +333,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure and print. Returns what was measured."""
+    """Measure and print. Returns the results."""
     results = measure(parse_arguments(argv))
     print(as_text(results))
     return results

@@ -1,9 +1,12 @@
-"""Bias and noise of each correction for old tokens, on a problem whose gradient is exact.
+"""Bias and noise of each off-policy correction, on a problem whose exact gradient is known.
 
     python benchmarks/lag_corrections.py            # about a minute on one core
     python benchmarks/lag_corrections.py --small    # seconds: shows that it runs
 
-Prints two Markdown tables and draws docs/images/lag_corrections.png; docs/losses.md explains them.
+Prints two Markdown tables and writes the plot docs/images/lag_corrections.png. docs/losses.md
+explains the problem and the figures.
+
+Shape letters: S policies, B rows, T positions, V tokens of the vocabulary, P parameters.
 """
 
 from __future__ import annotations
@@ -27,21 +30,25 @@ KV_LAGS = (0, 2)  # drawn per token, each with equal probability; position 0 has
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parameters:
-    """One version of S policies."""
+    """One version of the parameters of S policies.
+
+    own_STV: logits of each token at each position. context_SVV: added logits of each token by the
+    token before it, which stand for what attention reads.
+    """
 
     own_STV: torch.Tensor
     context_SVV: torch.Tensor
 
     @classmethod
     def zeros(cls, num_policies: int) -> Parameters:
-        """Uniform policies."""
+        """Return the parameters of uniform policies."""
         return cls(
             own_STV=torch.zeros(num_policies, NUM_POSITIONS, NUM_TOKENS),
             context_SVV=torch.zeros(num_policies, NUM_TOKENS, NUM_TOKENS),
         )
 
     def requiring_grad(self) -> Parameters:
-        """A copy whose tensors collect gradients."""
+        """Return a copy whose tensors collect gradients."""
         return Parameters(
             own_STV=self.own_STV.detach().clone().requires_grad_(),
             context_SVV=self.context_SVV.detach().clone().requires_grad_(),
@@ -56,7 +63,7 @@ class Parameters:
         )
 
     def drifted(self, scale: float, generator: torch.Generator) -> Parameters:
-        """A random step of standard deviation `scale` in every parameter."""
+        """Return the parameters after a random step of standard deviation `scale` in each."""
         steps = (
             scale * torch.randn(part.shape, generator=generator)
             for part in (self.own_STV, self.context_SVV)
@@ -70,7 +77,10 @@ class Parameters:
 def logits_at(
     own: Parameters, context: Parameters, position: int, previous_SB: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [S, B, V] of `position` after `previous_SB`, of which position 0 has none."""
+    """Return the logits [S, B, V] of `position` after the tokens `previous_SB`.
+
+    `own` and `context`: the versions of the two parts. Position 0 has no context.
+    """
     own_S1V = own.own_STV[:, position, None]
     num_policies, num_rows = previous_SB.shape
     if position == 0:
@@ -80,7 +90,7 @@ def logits_at(
 
 
 def logprobs(own: Parameters, context: Parameters, tokens_SBT: torch.Tensor) -> torch.Tensor:
-    """Log-probs of given tokens, [S, B, T]."""
+    """Return the log-probs of given tokens, [S, B, T]."""
     columns = []
     for position in range(NUM_POSITIONS):
         previous_SB = tokens_SBT[..., max(position - 1, 0)]
@@ -91,12 +101,12 @@ def logprobs(own: Parameters, context: Parameters, tokens_SBT: torch.Tensor) -> 
 
 
 def all_sequences() -> torch.Tensor:
-    """Every sequence there is, [V^T, T]."""
+    """Return all sequences, [V^T, T]."""
     return torch.tensor(list(product(range(NUM_TOKENS), repeat=NUM_POSITIONS)))
 
 
 def all_kv_lags() -> torch.Tensor:
-    """Every pattern of KV lags, equally likely, [patterns, T]."""
+    """Return all patterns of KV lags, which are equally likely, [patterns, T]."""
     return torch.tensor([(0, *lags) for lags in product(KV_LAGS, repeat=NUM_POSITIONS - 1)])
 
 
@@ -108,7 +118,7 @@ def rewards(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def expected_rewards(policy: Parameters) -> torch.Tensor:
-    """Exact return of each policy, [S], differentiable."""
+    """Return the exact expected reward of each policy, [S], differentiable."""
     tokens_BT = all_sequences()
     tokens_SBT = tokens_BT.expand(len(policy.own_STV), *tokens_BT.shape)
     probability_SB = logprobs(policy, policy, tokens_SBT).sum(dim=-1).exp()
@@ -118,7 +128,10 @@ def expected_rewards(policy: Parameters) -> torch.Tensor:
 def lagged_logprobs(
     history: list[Parameters], policy_lag: int, tokens_SBT: torch.Tensor, kv_lag_SBT: torch.Tensor
 ) -> torch.Tensor:
-    """Behaviour log-probs [S, B, T] of tokens whose KV lag is given; the newest version is last."""
+    """Return the behaviour log-probs [S, B, T] of tokens with the given KV lags.
+
+    `history`: the versions, oldest first.
+    """
     own = version_before(history, policy_lag)
     chosen = torch.zeros(tokens_SBT.shape)
     for kv_lag in KV_LAGS:
@@ -131,7 +144,7 @@ def lagged_logprobs(
 def sample(
     history: list[Parameters], policy_lag: int, num_rows: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences of a lagged policy and the KV lags they were sampled with, both [S, B, T]."""
+    """Return sequences sampled from a lagged policy, and their random KV lags, both [S, B, T]."""
     own = version_before(history, policy_lag)
     num_policies = len(own.own_STV)
     shape = (num_policies, num_rows, NUM_POSITIONS)
@@ -153,7 +166,7 @@ def sample(
 
 
 def version_before(history: list[Parameters], lag: int) -> Parameters:
-    """Return the version `lag` updates before the newest, at earliest the first."""
+    """Return the version `lag` updates before the newest, or the oldest one that is kept."""
     return history[max(len(history) - 1 - lag, 0)]
 
 
@@ -161,14 +174,17 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "lag_corrections.png"
 LAGS = (0, 1, 2, 4, 6, 8)
 BATCH_SIZE = 32
 LEARNING_RATE = 8.0
-# The histories behind the gradient figures: exact ascent plus a random step per version, as batches
-# make it, looked at half way up.
+# Histories of the gradient figures: exact ascent plus a random step per version, like the noise of
+# batches. The figures are taken half way up.
 ASCENT_RATE, DRIFT, VERSION, NUM_HISTORIES = 1.0, 0.15, 24, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A correction, and what its ratio is taken to: behaviour, proximal or present policy."""
+    """A correction, and the policy from which the loss takes its ratio.
+
+    anchor: "behaviour", "proximal" or "present".
+    """
 
     name: str
     anchor: str
@@ -176,7 +192,8 @@ class Contestant:
 
     @property
     def config(self) -> PolicyLossConfig:
-        # Its sum over tokens has the policy gradient itself as its mean, without a scale.
+        """Config of the loss with this correction."""
+        # The mean of this loss's gradient is the policy gradient itself, without a scale.
         return PolicyLossConfig(kind="dr_grpo", correction=self.correction)
 
 
@@ -205,7 +222,7 @@ def token_weights(
     policy_lag: int,
     kv_lag_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the factor of A d log pi for each token [B, T], by differentiating the loss."""
+    """Return the loss's weight of each token [B, T]: its gradient over advantage * d log pi."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     anchors = {"present": logprobs_BT.detach(), "behaviour": None, "proximal": proximal_BT}
     loss, _ = policy_loss(
@@ -223,7 +240,7 @@ def token_weights(
 
 
 def ascend(num_versions: int, seed: int) -> list[Parameters]:
-    """The versions of ascent with random steps, from the uniform policy."""
+    """Return the versions of a gradient ascent with random steps, from the uniform policy."""
     generator = torch.Generator().manual_seed(seed)
     history = [Parameters.zeros(1)]
     for _ in range(num_versions):
@@ -234,7 +251,7 @@ def ascend(num_versions: int, seed: int) -> list[Parameters]:
 
 
 def score_functions(policy: Parameters, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """d log pi of every token to the parameters, [B, T, P]."""
+    """Return the gradient of each token's log-prob by all parameters, [B, T, P]."""
     onehot_BTV = torch.nn.functional.one_hot(tokens_BT, policy.own_STV.shape[-1]).float()
     columns = []
     for position in range(NUM_POSITIONS):
@@ -253,10 +270,11 @@ def score_functions(policy: Parameters, tokens_BT: torch.Tensor) -> torch.Tensor
 
 
 def gradient_figures(history: list[Parameters], policy_lag: int) -> dict[str, dict[str, float]]:
-    """Exact bias, noise and ESS of each contestant's gradient, in the second step on a batch.
+    """Return exact bias, noise, error and ESS of each contestant's gradient.
 
-    The batch was sampled `policy_lag` versions before the last but one, which is the proximal
-    policy; the last one is the present policy.
+    It is the gradient of the second step on a batch. The last version in `history` is the present
+    policy, the one before it the proximal policy. The batch was sampled `policy_lag` versions
+    before the proximal policy.
     """
     policy, proximal = history[-1], history[-2]
     sequences, patterns = all_sequences(), all_kv_lags()
@@ -297,7 +315,7 @@ def gradient_figures(history: list[Parameters], policy_lag: int) -> dict[str, di
 
 
 def mean_figures(figures: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """The mean over histories of every figure of every contestant."""
+    """Return the mean over histories of every figure of every contestant."""
     return {
         name: {key: fmean(each[name][key] for each in figures) for key in row}
         for name, row in figures[0].items()
@@ -307,9 +325,10 @@ def mean_figures(figures: Sequence[dict[str, dict[str, float]]]) -> dict[str, di
 def learning_curve(
     contestant: Contestant, policy_lag: int, num_updates: int, num_seeds: int
 ) -> torch.Tensor:
-    """Mean exact return after each update, [updates + 1], over `num_seeds` policies side by side.
+    """Train `num_seeds` policies. Returns their mean expected reward, [1 + num_updates].
 
-    Each update takes two steps on one batch; every contestant sees the same random numbers.
+    The first entry is before the first update. Each update takes two steps on one batch. Every
+    contestant gets the same random numbers.
     """
     generator = torch.Generator().manual_seed(policy_lag)
     history = [Parameters.zeros(num_seeds)]
@@ -319,7 +338,7 @@ def learning_curve(
         behaviour_BT = lagged_logprobs(history, policy_lag, tokens_SBT, kv_lag_SBT).flatten(0, 1)
         proximal = history[-1]
         proximal_BT = logprobs(proximal, proximal, tokens_SBT).flatten(0, 1)
-        # A reward equal to its group's mean has advantage 0, and no weight could be told from it.
+        # `token_weights` divides by advantages, which are 0 for rewards equal to the group's mean.
         advantages_B = group_advantages(rewards(tokens_SBT), "none").flatten() + 1e-12
         policy = proximal
         for _ in range(2):
@@ -342,7 +361,7 @@ def learning_curve(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print and draw."""
+    """Measure, print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="few updates, two seeds")
     parser.add_argument("--plot", type=Path, default=PLOT)
@@ -367,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def as_markdown(figures: dict[int, Any], curves: dict[int, Any]) -> str:
-    """The tables of docs/losses.md."""
+    """Return the tables of docs/losses.md."""
     lines = [
         "| correction | bias, lag 0 | lag 4 | lag 8 | noise, lag 0 | lag 4 | lag 8 "
         "| error, lag 8 | ESS, lag 8 |",
@@ -391,7 +410,7 @@ def as_markdown(figures: dict[int, Any], curves: dict[int, Any]) -> str:
 
 
 def draw(figures: dict[int, Any], curves: dict[str, torch.Tensor], path: Path) -> None:
-    """Bias, noise and ESS over the lag; learning at the largest lag."""
+    """Write a plot to `path`: bias, noise and ESS by lag, and learning at the largest lag."""
     import matplotlib
 
     matplotlib.use("Agg")

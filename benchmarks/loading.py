@@ -5,12 +5,12 @@
     python -m benchmarks.loading --model small    # shows that it runs
 
 Each case loads a model in a process of its own, in the stages in which an engine is built: the
-model is opened, its weights are placed and filled, and products are chosen, which packs weights. It
-comes from a Hugging Face directory of one file or of four, from random numbers, or from a CausalLM
-that has its values already, whose memory counts as well. Products are those of the rule, or
-ROLLOUT_TUNE names them; oneDNN and MKL, where forced, pack a second copy of the weights. Resident
-bytes are those of the whole process, pages of checkpoint files included, less those that it had
-before, with torch imported and the CPU kernels loaded.
+model is opened, its weights are placed and filled, and matrix products are chosen, which packs
+weights. The model comes from a Hugging Face directory of one file or of four, from random numbers,
+or from a CausalLM in memory, whose own bytes count as well. Products are chosen by a rule, or
+ROLLOUT_TUNE names them; oneDNN and MKL keep a second, packed copy of the weights. Resident bytes
+are the process's, pages of checkpoint files included, less the bytes it had before, with torch
+imported and the CPU kernels loaded.
 
 Writes a Markdown page and a JSON file to benchmarks/results.
 """
@@ -18,7 +18,6 @@ Writes a Markdown page and a JSON file to benchmarks/results.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -35,9 +34,9 @@ from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
 
-from benchmarks.machine import describe, status_bytes
+from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.models import M45, QWEN_05B
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import InferenceConfig
 from rollout.backends.cpu.library import load_library
 from rollout.backends.select import create_backend
@@ -52,16 +51,15 @@ SMALL = replace(LARGE, vocab_size=8192, num_layers=2, intermediate_size=2048)  #
 TINY = replace(LARGE, vocab_size=256, hidden_size=64, num_layers=1, intermediate_size=64)
 MODELS = {"m45": M45, "large": LARGE, "small": SMALL}
 SOURCES = ("one file", "four files", "random", "CausalLM")
-UNSET = "unset"  # ROLLOUT_TUNE: the rule
+UNSET = "unset"  # without ROLLOUT_TUNE: products are chosen by the rule
 PRODUCTS = ("plain", "native", "onednn", "mkl")
 CASES = [(source, UNSET) for source in reversed(SOURCES)]
 CASES += [(SOURCES[0], switch) for switch in PRODUCTS]
 STAGES = ("open", "fill", "products")
-RESULTS = Path(__file__).parent / "results"
 
 
 def write_directories(spec: ModelSpec, folder: Path) -> None:
-    """Write one model twice, in one file and in four, to folders named after these sources."""
+    """Write one model to two folders, "one file" and "four files", which have so many files."""
     model = CausalLM.random(spec)
     save_hf_directory(model, folder / "one file")
     save_hf_directory(model, folder / "four files")
@@ -81,17 +79,17 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
 
 
 def measure(source: Callable[[], Any]) -> dict[str, float]:
-    """Load what `source` returns, in this process.
+    """Load the model that `source` returns, in this process.
 
-    Returns bytes over the bytes of the weights: the peak of each stage by the stage's name, what is
-    resident at the end ("built"), and what packed copies take of that ("packed").
+    Returns resident bytes over the bytes of the weights, by name: the peak of each of STAGES, the
+    bytes at the end ("built"), and the part of them in packed copies ("packed").
     """
     backend = create_backend(InferenceConfig(num_threads=1))
-    CausalLM.random(TINY).prepare(backend)  # what is loaded and compiled at first use
+    CausalLM.random(TINY).prepare(backend)  # loads and compiles what the first use needs
     peaks, before = {}, status_bytes("VmRSS")
 
     def stage(name: str, work: Callable[[], Any]) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, see proc(5)
+        reset_peak()
         result = work()
         peaks[name] = status_bytes("VmHWM") - before
         return result
@@ -109,13 +107,16 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dict[str, float]:
-    """Run `measure` in a new process, which finds compiled kernels."""
+    """Run `measure` in a new process, with ROLLOUT_TUNE=`switch` or UNSET. Returns its result.
+
+    The process finds compiled kernels in `folder`.
+    """
     command = [sys.executable, "-m", "benchmarks.loading", "--source", source]
     command += ["--folder", str(folder), "--model", model]
     cache = folder / "cache"
     _copy_kernels(cache)
     environment = os.environ | {"ROLLOUT_TUNE": switch, "XDG_CACHE_HOME": str(cache)}
-    # Large pieces are mapped each by itself, so that holes in the C heap are not measured.
+    # malloc maps large pieces one by one, so that holes in the C heap are not measured.
     environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     if switch == UNSET:
         del environment["ROLLOUT_TUNE"]
@@ -125,7 +126,7 @@ def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dic
 
 
 def _copy_kernels(cache: Path) -> None:
-    """Put this process's kernels there: they need not be compiled again."""
+    """Copy this process's compiled kernels to `cache`, so that they are not compiled again."""
     library, folder = load_library(), cache / "rollout" / "native"
     if library is not None and not folder.exists():
         folder.mkdir(mode=0o700, parents=True)
@@ -133,13 +134,14 @@ def _copy_kernels(cache: Path) -> None:
 
 
 def _source(name: str, spec: ModelSpec, folder: Path) -> Any:
+    """Return the model of SOURCES `name` in a form that an engine accepts."""
     if name == "CausalLM":
         return CausalLM.random(spec)
     return spec if name == "random" else folder / name
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """The page: a row for each case."""
+    """Return a page with a row for each case."""
     machine, names = results["machine"], (*STAGES, "built", "packed")
     lines = [
         f"# Memory while loading, {results['date']}",
@@ -160,16 +162,15 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results_parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="m45")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    parser.add_argument("--source", choices=SOURCES, help="measure this one here, print JSON")
-    parser.add_argument("--folder", type=Path, help="where the directories of models are")
+    parser.add_argument("--source", choices=SOURCES, help="measure only it, in this process")
+    parser.add_argument("--folder", type=Path, help="folder of the models' directories")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure every case, print and write. Returns what was measured."""
+    """Measure every case, print and write. Returns the results; with --source {}."""
     arguments = _parse_arguments(argv)
     spec = MODELS[arguments.model]
     torch.set_num_threads(1)
@@ -184,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             figures = measure_elsewhere(source, switch, Path(folder), arguments.model)
             cases.append({"source": source, "switch": switch} | figures)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "model": arguments.model,
         "weights_mib": weights / 2**20,
         "cases": cases,

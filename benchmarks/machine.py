@@ -1,21 +1,24 @@
-"""Description of a measurement's machine: processor and versions, but no host name."""
+"""Describes the machine of a measurement: processor and versions, but no host name.
+
+Used by the programs of this folder. Also reads and resets this process's memory figures in /proc.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+from importlib import metadata
 from pathlib import Path
 
 import torch
-import transformers
 
 from rollout import InferenceConfig
 from rollout.backends.select import create_backend
 
 
 def describe(config: InferenceConfig) -> dict[str, str | int]:
-    """Processor, versions, threads, and the parts of our backend."""
+    """Return processor, versions, threads, and the classes of the backend that `config` selects."""
     backend = create_backend(config)
     return {
         "cpu": _cpu_field("model name") or platform.machine(),
@@ -25,26 +28,35 @@ def describe(config: InferenceConfig) -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "ops": type(backend.ops).__name__,
         "attention": type(backend.attention).__name__,
     }
 
 
 def status_bytes(field: str) -> int:
-    """A figure of this process in /proc/self/status: VmRSS is what is resident, VmHWM its peak."""
+    """Return a figure of this process in /proc/self/status, in bytes. VmRSS is the resident
+    memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
+def reset_peak() -> int:
+    """Let VmHWM begin again at the resident memory (see proc(5)). Returns that memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_bytes("VmRSS")
+
+
 def kind(machine: dict[str, str | int]) -> str:
-    """A short name for a file, such as "amd-epyc-avx2-1thread"; "threads" may be left out."""
+    """Return a part of a file name, such as "amd-epyc-avx2-1thread", for a `describe` result.
+    "threads" may be missing."""
     threads = f"{machine['threads']}thread" if "threads" in machine else ""
     text = f"{machine['cpu']} {machine['instruction_set']} {threads}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _cpu_field(name: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo; "" if there is none."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return next(

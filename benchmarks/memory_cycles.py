@@ -1,8 +1,9 @@
-"""Suspend and resume of a pool with a given live part, beside bare copies of the same bytes.
+"""Measurements of suspends, resumes and updates, and of bare copies of the same bytes.
 
-The floor of OFFLOAD's suspend is one memcpy into pages that are there, the warm arena, and the bare
-madvise that gives the pool's pages back; that of its resume one memcpy into pages that were just
-released. RECOMPUTE owes a prefill of the live tokens, as if their requests were new.
+The floor of a suspend with OFFLOAD is one memcpy into pages that are in memory, and the madvise
+that returns the pool's pages to the system. The floor of its resume is one memcpy into pages that
+were just released. The floor of RECOMPUTE is a prefill of the same tokens in new requests. Used by
+`benchmarks.suspend_resume`, which writes the files.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import status_bytes
+from benchmarks.pages import table_row
 from benchmarks.update_gaps import gaps_as_markdown
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.backends.cpu.mapping import map_bytes
@@ -37,7 +39,7 @@ _HEAD = (
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: one table of cycles, then the single figures."""
+    """Return a page: a table of suspends and resumes, then the single figures."""
     machine, persist, update = results["machine"], results["persist"], results["update"]
     growth = results["persist_growth"]
     recompute = results["recompute"]
@@ -64,7 +66,7 @@ def as_markdown(results: dict[str, Any]) -> str:
             f"{row['resume_over_floor']:.2f}" if "resume_over_floor" in row else "",
             f"{row['suspend_over_memcpy']:.2f}" if "suspend_over_memcpy" in row else "",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     lines += [
         "",
         f"PERSIST, suspend plus resume: {persist['cpu_seconds'] * 1e3:.3f} ms of CPU time "
@@ -88,7 +90,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """CPU time against live bytes, with the floors of OFFLOAD."""
+    """Write a plot to `path`: CPU time over the live part of the pool, with OFFLOAD's floors."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,15 +119,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 BLOCK_SIZE = 16
 MIB = 1 << 20
-# Read before each cycle and each floor: whoever comes right after the pool was filled would pay for
-# writing back what the filling has left in the processor's caches.
+# Read before each cycle and each floor. Else the first one after the pool was filled would also pay
+# for writing back the processor's caches.
 _CACHE_BYTES = 128 * MIB
 _PARAMS = SamplingParams(num_tokens_to_generate=4, ignore_eos=True, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One row of the table."""
+    """One row of the table: a KV mode, a kind of memory, and the part of the pool in use."""
 
     mode: str
     memory_kind: str
@@ -141,13 +143,14 @@ class Timing:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Timing, Any]:
+    """Return the time of `work`, and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = work()
     return Timing(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 class OpenEngine(DynamicInferenceEngine):
-    """An engine whose scheduler and KV cache can be reached."""
+    """An engine with its scheduler and KV cache as attributes."""
 
     def __init__(self, *, scheduler: Scheduler, executor: WorkerExecutor, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, executor=executor, **parts)
@@ -155,9 +158,10 @@ class OpenEngine(DynamicInferenceEngine):
 
 
 class Cycles:
-    """An engine whose pool is filled, and whose scheduler believes a part of it to be live.
+    """Suspends and resumes of an engine with a given part of its KV pool in use.
 
-    Filling it by prefill would take hours; bytes are moved alike whatever they mean.
+    The blocks are allocated and filled directly: prefilling them would take hours, and the content
+    of the bytes does not change their copies.
     """
 
     def __init__(self, spec: ModelSpec, *, pool_mib: int, memory_kind: str) -> None:
@@ -179,7 +183,8 @@ class Cycles:
         self._samples: dict[Scenario, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
 
     def play_round(self, scenarios: list[Scenario]) -> None:
-        """Run each scenario once, each cycle right after the bare copies of the same bytes."""
+        """Run each scenario once: a suspend and a resume, and with OFFLOAD bare copies of the same
+        bytes."""
         for scenario in scenarios:
             self._play(scenario)
 
@@ -225,7 +230,7 @@ class Cycles:
         return pool[start : start + self._kv.num_bytes][-num_bytes:]
 
     def result(self, scenario: Scenario) -> dict[str, Any]:
-        """Medians; a ratio is the median over the rounds."""
+        """Return the medians of a scenario's rounds. A ratio is taken within a round."""
         samples = self._samples[scenario]
         given, restored, num_live = samples["bytes"][-1]
         row: dict[str, Any] = asdict(scenario) | {
@@ -247,10 +252,12 @@ class Cycles:
 
 
 def _over(timings: list[Timing], floors: list[Timing]) -> float:
+    """Return the median ratio of CPU times to floors, round by round."""
     return statistics.median(t.cpu / f.cpu for t, f in zip(timings, floors, strict=True))
 
 
 def _running_engine(spec: ModelSpec) -> DynamicInferenceEngine:
+    """Return an engine in which one request decodes."""
     config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
     engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
     engine.add_request(list(range(1, 33)), SamplingParams(num_tokens_to_generate=200, seed=1))
@@ -259,7 +266,7 @@ def _running_engine(spec: ModelSpec) -> DynamicInferenceEngine:
 
 
 def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """CPU seconds of suspend plus resume in PERSIST, with a request under way."""
+    """Return the median CPU seconds of suspend plus resume in PERSIST, with a request running."""
     engine = _running_engine(spec)
     engine.pause()
     timings = [
@@ -269,7 +276,7 @@ def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 
 
 def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]:
-    """Resident MiB of the process after the first and the last of these cycles in PERSIST.
+    """Return the process's resident MiB after the first and the last of `num_cycles` in PERSIST.
 
     Each cycle serves the same small load, which takes a small part of the pool.
     """
@@ -297,13 +304,14 @@ def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]
 
 
 def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """CPU seconds from resume in RECOMPUTE to the next tokens of 8 requests, beside a prefill."""
+    """Return CPU seconds from a resume in RECOMPUTE to the next tokens of 8 requests, and of their
+    first prefill."""
     config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
     engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
     prompts = random.Random(0)
 
     def serve(until: int) -> None:
-        """Steps until every request has that many tokens."""
+        """Step until every request has `until` generated tokens."""
         while any(len(engine.get_record(rid).merge().generated_tokens) < until for rid in ids):
             engine.step()
 
@@ -331,7 +339,8 @@ def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 
 
 def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """Stall of an in-flight update, beside one copy of the weights into weights that are there."""
+    """Return the stall of an in-flight update, and the seconds of one copy of the weights in
+    place."""
     engine = _running_engine(spec)
     source = CausalLM.random(spec, seed=1).read_weights()
     unique = {tensor.data_ptr(): tensor for tensor in source.values()}

@@ -1,4 +1,7 @@
-"""The models that are measured: random weights, float32, the same for every contestant."""
+"""Shapes of the measured models, and transformers models of them with random float32 weights.
+
+Used by the programs that compare generation, loading, suspends, products and ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.gpu_shapes import layer_matrix_parameters
 from rollout.layers.rope import RopeSpec
 from rollout.models.spec import ModelSpec
 
@@ -51,7 +55,7 @@ QWEN_05B = ModelSpec(
     tie_word_embeddings=True,
     attention_bias=True,
 )
-# Qwen3-MoE-like: an expert is small, and most of the parameters rest in a step.
+# Like Qwen3-MoE: experts are small, and a step uses a small part of the parameters.
 MOE64 = ModelSpec(
     family="qwen3_moe",
     vocab_size=8192,
@@ -83,7 +87,7 @@ MODELS = {"m45": M45, "small": SMALL}
 
 
 def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
-    """A transformers model of this shape; rollout.LLM takes its weights from it."""
+    """Return a transformers model of this shape with random weights, in float32."""
     torch.manual_seed(seed)
     values = spec.to_hf_config()
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
@@ -91,9 +95,8 @@ def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Parameters of a dense model of this shape without biases; tied ones count once."""
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size + 2)
+    """Return the number of parameters of a dense model without biases. Tied ones count once."""
+    layer = layer_matrix_parameters(spec) + 2 * spec.hidden_size
     tables = 1 if spec.tie_word_embeddings else 2
     embeddings = tables * spec.vocab_size * spec.hidden_size
     return spec.num_layers * layer + embeddings + spec.hidden_size

@@ -3,10 +3,10 @@
     python -m benchmarks.moe                # three rounds of W1
     python -m benchmarks.moe --small        # seconds: shows that it runs, not how fast
 
-The model is random, with 64 experts, 8 for each token. transformers runs with each of its
-implementations of experts that a CPU and the memory allow: "batched_mm" copies the weights of every
-token's experts, 64 GB for the prompts of W1, and is left out. Writes a page and a JSON file as
-`benchmarks.generate` does.
+The model has random weights and 64 experts, 8 for each token. transformers runs with two of its
+implementations of experts. A third, "batched_mm", is left out: it copies the weights of every
+token's experts, 64 GB for the prompts of W1. Writes a page and a JSON file as `benchmarks.generate`
+does.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 import argparse
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.contestants import RolloutEngine, TransformersGenerate
-from benchmarks.generate import RESULTS, logprob_error, measure_and_publish
+from benchmarks.generate import logprob_error, measure_and_publish
 from benchmarks.machine import describe
 from benchmarks.models import MOE64, SMALL_MOE, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import results_parser
 from benchmarks.report import ContestResult, Results
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Generated, Workload, workloads
@@ -42,24 +42,16 @@ class TransformersMixture(TransformersGenerate):
         self._experts = experts
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Run the workload; see the contestants of dense models."""
+        """Select the implementation of experts, then run as TransformersGenerate does."""
         self._model.set_experts_implementation(self._experts)
         return super().run(workload, seed)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--small", action="store_true", help="a tiny model and workload")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
-    return arguments
-
-
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of W1, and compare log-probs with transformers' forward pass."""
+    """Run all rounds of W1, and compare log-probs with transformers' forward pass.
+
+    Returns the results.
+    """
     spec = SMALL_MOE if arguments.small else MOE64
     model = transformers_model(spec)
     workload = workloads(spec.vocab_size, is_small=arguments.small)["W1"]
@@ -89,8 +81,9 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns what was measured."""
-    return measure_and_publish(measure, parse_arguments(argv))
+    """Run the benchmark. Returns the results."""
+    parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
+    return measure_and_publish(measure, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""One computing thread for every library, which they read once, when they are loaded."""
+"""Environment variables that limit the computing threads of all libraries.
+
+Libraries read them once, when they are loaded, so a program sets them and starts itself again. Used
+by the programs of this folder, and for the processes of peers and servers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 
 
 def restart_with_one_thread() -> None:
-    """Start this program again with the environment that allows one thread, unless it has it."""
+    """Start this program again with one computing thread, unless its environment says so already.
+
+    Then this process is replaced, and the call does not return.
+    """
     wanted = thread_environment(1)
     if all(os.environ.get(name) == value for name, value in wanted.items()):
         return

@@ -6,16 +6,13 @@
 The ways are a fixed number of rollouts, a budget of padded tokens, and the same budget of packed
 tokens. Each round computes the gradient of one batch in all three ways and measures CPU time;
 speedups are ratios within a round. Writes a Markdown page and a JSON file to benchmarks/results,
-or to the folder of --output.
+or to the folder of --output. `benchmarks.update` uses `random_batch`.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,13 +21,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig
+from benchmarks.pages import dated, publish, results_parser
 from trainer_hooks import PolicyLossConfig, RolloutBatch, UpdateSettings, accumulate_gradients
 
-ROOT = Path(__file__).parent
 SIGMA, MEDIAN_TOKENS, PROMPT_TOKENS, LIMIT = 1.0, 48, 16, 512
 FIXED_ROWS = 8
 VOCABULARY = 4096
@@ -46,7 +40,10 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
 def random_batch(
     new_B: torch.Tensor, prompt_tokens: int, vocabulary: int, limit: int
 ) -> RolloutBatch:
-    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens."""
+    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens each.
+
+    `vocabulary`: number of token ids. `limit`: rollouts with so many new tokens count as truncated.
+    """
     num_rollouts, lengths_B = len(new_B), new_B + prompt_tokens
     positions_T = torch.arange(int(lengths_B.max()))
     is_token_BT = positions_T < lengths_B[:, None]
@@ -73,7 +70,10 @@ def random_batch(
 
 
 def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each way in each round, without the warm-up round."""
+    """Return the CPU seconds of each way in each round, without the warm-up round.
+
+    `max_tokens`: tokens of a micro-batch.
+    """
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -111,6 +111,7 @@ def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, 
 
 
 def as_markdown(results: dict[str, Any]) -> str:
+    """Return a page with a row for each way."""
     machine = results["machine"]
     lines = [
         f"# Packing, {results['date']}",
@@ -134,18 +135,14 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the page and write both files. Returns the content of the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = results_parser(__doc__, rounds=5, small="few short rollouts, one round")
     parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch")
-    parser.add_argument("--small", action="store_true", help="few short rollouts, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
     arguments = parser.parse_args(argv)
     num_rollouts, limit = (8, 32) if arguments.small else (64, LIMIT)
     num_rounds = 1 if arguments.small else arguments.rounds
     batch = long_tailed_batch(num_rollouts, limit)
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_rollouts": num_rollouts,
         "limit": limit,
         "num_tokens": int(batch.lengths_B.sum()),

@@ -1,15 +1,69 @@
-"""Write a benchmark's results: a Markdown page, and a JSON file beside it. Used by benchmarks."""
+"""Options, dates, pages and progress bars of the programs of this folder that write results.
+
+Writes a Markdown page, and a JSON file beside it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.machine import kind
+from benchmarks.machine import describe, kind
+from rollout import InferenceConfig
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def results_parser(
+    description: str | None, *, rounds: int | None = None, small: str = ""
+) -> argparse.ArgumentParser:
+    """Return a parser with the option --output, and with --rounds and --small if they are given.
+
+    description: the program's docstring, of which the first line is shown.
+    rounds: default of --rounds. small: help text of --small.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    if rounds is not None:
+        parser.add_argument("--rounds", type=at_least_one, default=rounds)
+    if small:
+        parser.add_argument("--small", action="store_true", help=small)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    return parser
+
+
+def at_least_one(text: str) -> int:
+    """Return an option's value as an integer. Raises ArgumentTypeError if it is below 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return number
+
+
+def dated(config: InferenceConfig | None = None) -> dict[str, Any]:
+    """Return the first entries of a benchmark's results: today's date, and the machine.
+
+    config: the config of the measured engine; None for one thread.
+    """
+    machine = describe(config or InferenceConfig(num_threads=1))
+    return {"date": datetime.date.today().isoformat(), "machine": machine}
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return a progress display with the number of steps done and the time elapsed."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """Return one row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def page_path(results: dict[str, Any], name: str, folder: Path) -> Path:
@@ -25,7 +79,7 @@ def write_page(results: dict[str, Any], page: str, path: Path) -> None:
 
 
 def publish(results: dict[str, Any], page: str, name: str, folder: Path, console: Console) -> None:
-    """Write both files, print the page, and print their paths to `console`."""
+    """Write page and JSON file, print the page to stdout, and their path to `console`."""
     path = page_path(results, name, folder)
     write_page(results, page, path)
     Console().print(Markdown(page))

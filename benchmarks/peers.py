@@ -8,12 +8,12 @@
 
 A peer is another engine; a contestant is a peer or our engine, in a process of its own. Each peer
 is installed once, in its own environment below --cache, which takes minutes, and a quarter of an
-hour for llama.cpp. All contestants get the same number of threads. First all generate the same
-greedy tokens, then they take turns. With a large model, only one peer at a time is in memory beside
-our engine. A peer that cannot be installed or cannot run here is listed with the reason.
+hour for llama.cpp. All contestants get the same number of threads and take turns. In float32 a peer
+must first generate our greedy tokens. With a large model, only one peer at a time is in memory
+beside our engine. A peer that cannot be installed or cannot run here is listed with the reason.
 
 After each model and dtype, the day's Markdown page, JSON file and plot in --output are written. A
-later run replaces only the rounds of the peers and workloads that it measures.
+later run on the same day replaces only the rounds of the peers and workloads that it measures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe
 from benchmarks.models import num_parameters
-from benchmarks.pages import page_path, write_page
+from benchmarks.pages import at_least_one, page_path, results_parser, write_page
 from benchmarks.peers_environments import PEERS, Entry, entries, in_groups
 from benchmarks.peers_models import MODELS, model_directory
 from benchmarks.peers_process import PeerError
@@ -53,7 +53,6 @@ from benchmarks.peers_rounds import Contestant, Tournament
 from benchmarks.peers_workloads import Contest, Size, contests
 from rollout import InferenceConfig
 
-RESULTS = Path(__file__).parent / "results"
 CACHE = Path.home() / ".cache" / "rollout-bench"
 WORKLOADS = ("W1", "W2", "W3", "W4")
 DTYPES = ("float32", "bfloat16")
@@ -62,31 +61,25 @@ _START_S = 30.0  # for a contestant to load, compile and warm up
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = results_parser(__doc__, rounds=5, small="a tiny model and workloads")
     models = [name for name in MODELS if name != "small"]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="2: by wall clock")
+    parser.add_argument(
+        "--threads", nargs="+", type=at_least_one, default=[1, 2], help="2: by wall clock"
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="default: as time allows")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--int8", action="store_true", help="int8 peers as well, shown apart")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds of one request")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measures nothing")
-    parser.add_argument("--small", action="store_true", help="a tiny model and workloads")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="environments and models")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measure nothing")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments")
     arguments = parser.parse_args(argv)
     for path in arguments.merge or []:
         if not path.is_file():
-            parser.error(f"--merge {path} is no file")
-    for name, value in (
-        ("rounds", arguments.rounds),
-        ("threads", min(arguments.threads)),
-        ("timeout", arguments.timeout),
-    ):
-        if value < 1:
-            parser.error(f"--{name} {value} must be at least 1")
+            parser.error(f"--merge {path} is not a file; give JSON files of earlier runs")
+    if arguments.timeout < 1:
+        parser.error(f"--timeout {arguments.timeout} must be at least 1")
     if arguments.small:
         arguments.models, arguments.dtypes, arguments.threads = ["small"], ["float32"], [1]
     return arguments
@@ -94,14 +87,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A unit of comparison: one model in one dtype with a number of threads."""
+    """A unit of comparison: one model in one dtype with a number of threads.
+
+    contests: the workloads. ours: our engine. groups: the peers; those of a group run at once.
+    """
 
     model: str
     dtype: str
     num_threads: int
     contests: Sequence[Contest]
     ours: Entry
-    groups: Sequence[Sequence[Entry]]  # peers of a group are in memory at once
+    groups: Sequence[Sequence[Entry]]
 
     @property
     def name(self) -> str:
@@ -150,14 +146,14 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
 
 
 def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
-    """Return the workloads that run without --workloads: those that tell most for their time."""
+    """Return the workloads that run without --workloads: fewer ones where a round takes long."""
     if num_threads == 1:
         return ("W1", "W3") if model == LARGE else WORKLOADS
     return () if model == LARGE else ("W1", "W2")
 
 
 class LineDisplay:
-    """A progress bar that advances by the estimated seconds of each play."""
+    """A progress bar that advances by the estimated seconds of each run of a contestant."""
 
     def __init__(self, progress: Progress, line: Line, num_rounds: int) -> None:
         self._progress, self._line = progress, line
@@ -165,9 +161,11 @@ class LineDisplay:
         self._task: TaskID = progress.add_task(line.name, total=total)
 
     def show(self, text: str) -> None:
+        """Show what runs now."""
         self._progress.update(self._task, description=f"{self._line.name}: {text}")
 
     def advance(self, contest: Contest, num_plays: int) -> None:
+        """Advance the bar by `num_plays` runs of a contestant."""
         self._progress.advance(self._task, num_plays * self._line.play_seconds(contest))
 
 

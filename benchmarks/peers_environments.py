@@ -1,4 +1,7 @@
-"""The peers: how each is installed, in which precision it runs, and how its process is started."""
+"""The peers of `benchmarks.peers`: installs each in its own environment, and starts its process.
+
+Writes environments, converted models and log files below the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _MAX_SHARED_PARAMETERS = 200_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A contestant that has not started."""
+    """A contestant that has not started: a recipe and a precision (float32, bfloat16, int8)."""
 
     recipe: PeerRecipe
     precision: str
@@ -39,7 +42,8 @@ class Entry:
     ) -> Contestant:
         """Install the engine, convert the model if need be, and load it in a process.
 
-        `stack` ends the process. Raises PeerError.
+        `arguments`: has the options --cache and --timeout of benchmarks.peers. `stack` ends the
+        process. Raises PeerError if any of this fails.
         """
         logs = arguments.cache / "logs"
         python = python_of(self.recipe, arguments.cache, logs)
@@ -94,7 +98,10 @@ INSTALL_TIMEOUT_S = 3600.0
 class PeerRecipe:
     """How to install and run a peer. Without `requirements` it runs in this environment.
 
-    `removed`: dependencies to uninstall again, because they fail with the pinned torch.
+    module: the program of the contestant's process.
+    requirements: packages for pip. removed: dependencies to uninstall again, because they fail with
+        the pinned torch.
+    is_converted: it reads its own file format, in float32, bfloat16 or int8.
     """
 
     name: str
@@ -104,7 +111,7 @@ class PeerRecipe:
     removed: tuple[str, ...] = ()
     install_environment: dict[str, str] = field(default_factory=dict)
     run_environment: dict[str, str] = field(default_factory=dict)
-    is_converted: bool = False  # reads its own file format, in float32, bfloat16 or int8
+    is_converted: bool = False
 
 
 OURS = PeerRecipe(name="rollout", version="this tree", module="benchmarks.peers_rollout")
@@ -140,7 +147,7 @@ PEERS = {
     ),
     "llama.cpp": PeerRecipe(
         name="llama.cpp",
-        version="0.3.36",  # of llama-cpp-python, which has the source
+        version="0.3.36",  # version of llama-cpp-python, which contains llama.cpp
         module="benchmarks.peers_llama",
         requirements=("llama-cpp-python==0.3.36", "gguf==0.19.0"),
         install_environment={
@@ -158,8 +165,10 @@ PEERS = {
 
 
 def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
-    """Return the environment variables of a contestant's process: this package is on its path, and
-    Hugging Face downloads are off."""
+    """Return the environment variables of a contestant's process, which imports this package.
+
+    Hugging Face downloads are off.
+    """
     return {
         **thread_environment(num_threads),
         "PYTHONPATH": str(ROOT),
@@ -184,6 +193,7 @@ def python_of(recipe: PeerRecipe, cache: Path, logs: Path) -> Path:
 
 
 def _install(recipe: PeerRecipe, folder: Path, log: Path) -> None:
+    """Create the environment in `folder`, unless it is complete for this recipe."""
     wanted = json.dumps([recipe.requirements, recipe.removed, recipe.install_environment])
     complete = folder / "complete.json"
     if complete.is_file() and complete.read_text() == wanted:

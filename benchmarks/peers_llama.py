@@ -1,4 +1,8 @@
-"""The process of llama.cpp in benchmarks/peers.py: calls its C functions, samples with NumPy."""
+"""The process of llama.cpp in `benchmarks.peers`: calls its C functions, samples with NumPy.
+
+`benchmarks.peers_environments` starts it. Shape letters: R rows, V tokens of the vocabulary, P
+parts of the vocabulary, W tokens of a part.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ _FILE_TYPES = {
 
 
 def write_gguf(model: Path, target: Path, precision: str) -> None:
-    """Write the model to a file in `target`, without a tokenizer; vectors stay in float32."""
+    """Write a Hugging Face model to a GGUF file in folder `target`, without its tokenizer.
+
+    Matrices get the type of `precision`; vectors stay in float32.
+    """
     config = json.loads((model / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
     file_type, matrix_type = _FILE_TYPES[precision]
@@ -85,8 +92,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 def _for_paired_rotation(
     name: str, tensor: NDArray[np.float32], config: dict[str, Any]
 ) -> NDArray[np.float32]:
-    """Return the tensor. The rows of Llama's query and key projections are reordered, because
-    llama.cpp rotates neighbouring rows."""
+    """Return the tensor, with the rows of Llama's query and key projections reordered.
+
+    llama.cpp applies rotary embeddings to neighbouring rows.
+    """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = next((part for part in heads if part in name), None)
     if config["model_type"] != "llama" or part is None:
@@ -97,7 +106,7 @@ def _for_paired_rotation(
 
 
 _MAX_BATCHED_TOKENS = 2048
-_CONTEXT_TOKENS = 16_384  # of all sequences together; they share one cache
+_CONTEXT_TOKENS = 16_384  # tokens of all sequences together, which share one KV cache
 _KV_TYPES = {
     "float32": GGMLQuantizationType.F32,
     "bfloat16": GGMLQuantizationType.BF16,
@@ -108,7 +117,7 @@ _DRAW_WIDTH = 256  # tokens of a part of the vocabulary; all vocabularies are mu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A token of one sequence of a batch. `wants_logits`: the next token is sampled from it."""
+    """A token of one sequence in a batch. `wants_logits`: the next token is sampled after it."""
 
     token: int
     position: int
@@ -191,8 +200,10 @@ class LlamaCpp:
         return np.concatenate(parts)
 
     def _decode(self, rows: Sequence[_Row]) -> NDArray[np.float32]:
-        """Run a batch. Returns the logits of its rows that want them: a view, valid until the next
-        batch."""
+        """Run a batch. Returns the logits of the rows with `wants_logits`.
+
+        They are a view, valid until the next batch.
+        """
         batch = self._batch
         batch.n_tokens = len(rows)
         for index, row in enumerate(rows):
@@ -222,7 +233,7 @@ def _prompt_rows(prompt: Sequence[int], sequence_id: int) -> list[_Row]:
 
 
 class _Sampler:
-    """Samples one token per row from the inverse of the distribution function, or greedily."""
+    """Samples one token per row, by the inverse of the distribution function or greedily."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self._is_greedy = workload.temperature == 0
@@ -231,8 +242,8 @@ class _Sampler:
     def draw(self, logits_RV: NDArray[np.float32]) -> tuple[list[int], list[float]]:
         """Return one token per row, and the tokens' log-probs.
 
-        First a part of the vocabulary is drawn by its sum, then a token of this part: so a
-        cumulative sum is needed over one part only.
+        A part of the vocabulary is sampled by its summed probability, then a token of this part, so
+        that only one part needs a cumulative sum. Greedy tokens have log-prob 0.
         """
         if self._is_greedy:
             return logits_RV.argmax(axis=1).tolist(), [0.0] * len(logits_RV)

@@ -1,4 +1,7 @@
-"""The models of benchmarks/peers.py: Hugging Face directories with random weights."""
+"""Models of `benchmarks.peers` and `benchmarks.serving`: directories with random weights.
+
+Writes them below the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,8 @@ def model_directory(name: str, dtype: str, cache: Path) -> Path:
 def _trained_tokenizer(vocab_size: int) -> Any:
     """Train a byte-level BPE tokenizer on this package's own sources.
 
-    Its vocabulary has at most 4,096 tokens, fewer than some models. That does no harm: prompts are
-    token ids, and peers only check that there is a tokenizer.
+    Its vocabulary has at most 4,096 tokens, fewer than some models have. That is enough: prompts
+    are token ids, and peers only check that there is a tokenizer.
     """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

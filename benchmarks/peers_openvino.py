@@ -1,4 +1,7 @@
-"""The process of OpenVINO GenAI, with continuous batching, in benchmarks/peers.py."""
+"""The process of OpenVINO GenAI, with continuous batching, in `benchmarks.peers`.
+
+`benchmarks.peers_environments` starts it.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ _FILE = "openvino_model.xml"
 
 
 def convert(model: Path, target: Path, precision: str) -> None:
-    """Export `model` to `target`. int8 matrices have one scale per row."""
+    """Export the Hugging Face directory `model` to OpenVINO's format in folder `target`.
+
+    int8 matrices have one scale per row.
+    """
     _require_instructions(precision)
-    # Both import torch, which the process that is measured must not.
+    # Both import torch, which the measured process must not load.
     import nncf
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig

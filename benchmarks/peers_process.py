@@ -1,6 +1,6 @@
 """Processes with a time limit: contestants, and installers of their environments.
 
-Used by peers_environments and peers_rounds. Writes log files.
+Used by `benchmarks.peers`, `peers_environments` and `peers_rounds`. Writes log files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_SIZE_BYTES = 1 << 20
 
 
 class PeerError(Exception):
-    """A contestant cannot take part; the text says why."""
+    """A contestant cannot be installed, started or asked; the message has the reason."""
 
 
 def run_logged(
@@ -55,8 +55,10 @@ def run_logged(
 
 
 class WorkerProcess:
-    """A contestant's process, whose other end is peers_worker. A context manager: leaving it ends
-    the process."""
+    """A contestant's process, which runs `serve` of benchmarks.peers_worker.
+
+    A context manager: leaving it ends the process.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         """Start the process. `log`: file to which its stderr is appended."""
@@ -117,6 +119,7 @@ class WorkerProcess:
         return line
 
     def _lost(self) -> PeerError:
+        """Return the error of a process that has ended, with the end of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
         return PeerError(f"its process ended ({self.exit_code}): {_tail(self._log)}")
@@ -143,12 +146,13 @@ class WorkerProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the session that began with this process."""
+    """Kill all processes of the session that began with this process, and wait for it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _tail(log: Path) -> str:
+    """Return the last lines of a log file as one line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return " / ".join([line for line in lines if line][-_TAIL_LINES:]) or "it printed nothing"

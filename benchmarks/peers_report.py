@@ -1,4 +1,4 @@
-"""The Markdown page and the plot of benchmarks/peers.py."""
+"""Formats the Markdown page and draws the plot of `benchmarks.peers`, which writes the page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import table_row
 from benchmarks.peers_results import CLOCKS, OUR_NAME, Comparison, WorkloadResult, as_json
 from benchmarks.peers_rounds import FAR_BEHIND
 from benchmarks.peers_workloads import GREEDY_TOKENS
@@ -51,7 +52,7 @@ def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
     for comparison in comparisons:
         model, dtype, num_threads = comparison.key
         for name, result in comparison.workloads.items():
-            cells = [dtype, str(num_threads), name]
+            cells = [model, dtype, str(num_threads), name]
             for clock in CLOCKS:
                 ratios = result.ratios(clock)
                 median = f"{statistics.median(ratios):.2f}"
@@ -59,7 +60,7 @@ def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
                 cells.append(f"{min(ratios):.2f}-{max(ratios):.2f}")
             best = [peer for _, peer in result.best_peers(comparison.clock)]
             cells.append(", ".join(sorted(set(best), key=best.count, reverse=True)))
-            lines.append(_row(model, cells))
+            lines.append(table_row(cells))
     return lines
 
 
@@ -82,7 +83,7 @@ def _comparison_lines(comparison: Comparison) -> list[str]:
     if comparison.left_out:
         lines += ["", "| left out | reason |", "|---|---|"]
         lines += [
-            _row(name, [reason.replace("|", "/").replace("\n", " ")])
+            table_row([name, reason.replace("|", "/").replace("\n", " ")])
             for name, reason in comparison.left_out.items()
         ]
     return lines
@@ -92,16 +93,16 @@ def _workload_lines(result: WorkloadResult) -> list[str]:
     """Return a table of the ratios by peer and round, with their medians and the median speed."""
     num_rounds = len(result.ratios("cpu"))
     numbers = [f"round {index + 1}" for index in range(num_rounds)]
-    header = ["clock", *numbers, "median", f"{result.counted} tokens/s"]
-    lines = [_row("ours over", header), "|---|---|" + "---:|" * (num_rounds + 2)]
+    header = ["ours over", "clock", *numbers, "median", f"{result.counted} tokens/s"]
+    lines = [table_row(header), "|---|---|" + "---:|" * (num_rounds + 2)]
     for clock in CLOCKS:
         title = _CLOCK_TITLES[clock]
         for peer in result.peers:
             cells = _ratio_cells(result.ratios_to(peer, clock), num_rounds)
-            lines.append(_row(peer, [title, *cells, f"{result.speed(peer, clock):.1f}"]))
+            lines.append(table_row([peer, title, *cells, f"{result.speed(peer, clock):.1f}"]))
         cells = [f"**{cell}**" for cell in _ratio_cells(result.ratios(clock), num_rounds)]
         speed = f"ours: {result.speed(OUR_NAME, clock):.1f}"
-        lines.append(_row("**the best**", [title, *cells, speed]))
+        lines.append(table_row(["**the best**", title, *cells, speed]))
     return lines
 
 
@@ -111,12 +112,11 @@ def _ratio_cells(ratios: Sequence[float], num_rounds: int) -> list[str]:
     return [*cells, f"{statistics.median(ratios):.2f}"]
 
 
-def _row(first: str, cells: Sequence[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"
-
-
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Plot our speed over each peer's, by the clock that counts: the median and the range."""
+    """Write a plot to `path`: our speed over each peer's, by the clock that counts.
+
+    Bars are medians over the rounds, with the range.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,7 @@
-"""Results of benchmarks/peers.py as plain values: seconds, ratios, and the merging of runs."""
+"""Results of `benchmarks.peers` as plain values: seconds, ratios, and the merging of runs.
+
+`benchmarks.peers_rounds` fills them; `benchmarks.peers_report` formats them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ Seconds = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadResult:
-    """The rounds of a workload. A group of `groups` has the rounds of peers that were in memory
-    together; our engine plays in all groups. Speeds count `num_counted` tokens for each round.
+    """The rounds of a workload.
+
+    groups: for each group of peers that ran together, their rounds. Our engine is in all groups.
+    num_counted: tokens that a round counts for speeds. counted: their kind, "output" or "prompt".
     """
 
     summary: str
@@ -31,12 +36,12 @@ class WorkloadResult:
 
     @property
     def peers(self) -> list[str]:
-        """Names of the peers, in the order in which they played."""
+        """Names of the peers, in the order in which they first ran."""
         names = [name for group in self.groups for name in group[0]]
         return [name for name in dict.fromkeys(names) if name != OUR_NAME]
 
     def ratios_to(self, peer: str, clock: str) -> list[float]:
-        """Return our speed over the speed of `peer`, for each round that `peer` played."""
+        """Return our speed over the speed of `peer`, for each round of `peer`."""
         rounds = [seconds for group in self.groups for seconds in group if peer in seconds]
         return [seconds[peer][clock] / seconds[OUR_NAME][clock] for seconds in rounds]
 
@@ -75,8 +80,9 @@ def _without(seconds: Seconds, names: Sequence[str]) -> Seconds:
 class Comparison:
     """The results of one model in one dtype with a number of threads.
 
-    `versions`, `equal_greedy_share` and `left_out` (reasons) are by peer. `load_averages`: the
-    machine's load average at the start of each round.
+    By peer: `versions`; `equal_greedy_share`, the share of our greedy tokens that it generated; and
+    `left_out`, the reason why it has no result. `workloads`: results by name of the workload.
+    `load_averages`: the machine's load average at the start of each round.
     """
 
     date: str

@@ -1,4 +1,4 @@
-"""The process of rollout.LLM in benchmarks/peers.py."""
+"""The process of rollout.LLM in `benchmarks.peers`; `peers_environments` starts it."""
 
 from __future__ import annotations
 

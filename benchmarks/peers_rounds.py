@@ -1,4 +1,7 @@
-"""Tournament: interleaved rounds of contestants, each in its own process. Used by peers.py."""
+"""Tournament: interleaved rounds of contestants, each in its own process.
+
+Used by `benchmarks.peers`; `benchmarks.peers_environments` makes the contestants.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from benchmarks.peers_results import CLOCKS, Seconds, WorkloadResult
 from benchmarks.peers_workloads import Contest, greedy_workload
 from benchmarks.workloads import Workload
 
-# A peer that is more than this many times slower than the best peer, by both clocks, plays only one
+# A peer that is more than this many times slower than the best peer, by both clocks, runs only one
 # round of a workload.
 FAR_BEHIND = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A process that has loaded the model. Tokens from int8 weights are not compared."""
+    """A process that has loaded the model. With int8 weights its tokens may differ from ours."""
 
     name: str
     worker: WorkerProcess
@@ -37,8 +40,9 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Samples, and the seconds that they took: by "cpu", summed over all threads and processes of
-    the contestant, and by "wall".
+    """Samples of a workload, and their seconds by clock.
+
+    "cpu" is the sum over all threads and processes of the contestant, "wall" the elapsed time.
     """
 
     tokens: list[list[int]]
@@ -49,18 +53,20 @@ class Display(Protocol):
     """Receives the progress of the rounds."""
 
     def show(self, text: str) -> None:
-        """Show what starts now."""
+        """Show the text of the run that starts now."""
         ...
 
     def advance(self, contest: Contest, num_plays: int) -> None:
-        """Count plays (one contestant, one round) that have ended or will not take place."""
+        """Count runs (one contestant, one round) that have ended or will not take place."""
         ...
 
 
 class Tournament:
-    """Rounds of our engine beside each group of peers.
+    """Rounds of our engine and each group of peers, and their results.
 
-    `left_out` has the peers that failed, with the reason."""
+    left_out: the peers that failed, with the reason. results: by name of the workload.
+    equal_greedy_share: by peer. load_averages: at the start of each round.
+    """
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class Tournament:
         self._is_exact, self._timeout_s, self._display = is_exact, timeout_s, display
 
     def play(self, group: Sequence[Contestant]) -> None:
-        """Play all rounds of these peers. Raises PeerError if our engine fails."""
+        """Run all rounds of these peers. Raises PeerError if our engine fails."""
         peers = self._with_equal_tokens(group) if group else []
         for contest in self._contests:
             num_plays = self._play_rounds(contest, peers) if peers else 0
@@ -96,9 +102,10 @@ class Tournament:
             peers = self._remaining(peers)
 
     def _with_equal_tokens(self, group: Sequence[Contestant]) -> list[Contestant]:
-        """Leave out peers whose greedy tokens differ, if results are exact; return the others.
+        """Compare greedy tokens. Returns the peers that stay.
 
-        Otherwise rounding may decide between two likely tokens.
+        If results are exact (float32), peers with other tokens than ours are left out. In bfloat16
+        rounding may decide between two likely tokens.
         """
         answers = self._everyone("greedy", greedy_workload(self._contests[0]), 0, group)
         ours = answers[self._ours.name].tokens
@@ -110,9 +117,9 @@ class Tournament:
         return self._remaining(group)
 
     def _play_rounds(self, contest: Contest, peers: Sequence[Contestant]) -> int:
-        """Play the rounds of `peers` and write them into the results. Returns the number of plays.
+        """Run the rounds of `peers` and add them to the results. Returns the number of runs.
 
-        A peer far behind the best peer of all groups plays only the first round.
+        A peer far behind the best peer of all groups runs only the first round.
         """
         result, num_plays = self.results[contest.name], 0
         rounds: list[Seconds] = []

@@ -1,5 +1,7 @@
-"""The process of transformers' `generate` in benchmarks/peers.py: one batch, run to the longest
-output."""
+"""The process of transformers' `generate` in `benchmarks.peers`; `peers_environments` starts it.
+
+It runs one batch, to the longest output.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from benchmarks.workloads import Generated, Workload
 
 
 class Transformers:
-    """Reads the Hugging Face directory."""
+    """Runs transformers' `generate` on a Hugging Face directory, with a dynamic cache."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""The process of vLLM on a CPU, in benchmarks/peers.py."""
+"""The process of vLLM on a CPU in `benchmarks.peers`; `peers_environments` starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.workloads import Generated, Workload
 
 
 class VLLM:
-    """Its engine in this process; threads and KV memory come from the environment."""
+    """Runs vLLM's engine in this process; environment variables set threads and KV memory."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         self._llm = vllm.LLM(
@@ -21,12 +21,12 @@ class VLLM:
             max_model_len=MAX_SEQUENCE_LENGTH,
             max_num_seqs=MAX_NUM_SEQUENCES,
             skip_tokenizer_init=True,
-            # Samples of one prompt share its KV by this only. Every round has prompts of its own.
+            # Without it samples of one prompt share no KV. Every round has new prompts.
             enable_prefix_caching=True,
         )
 
     def generate(self, workload: Workload, seed: int) -> Generated:
-        # A seed per request would be drawn from row by row.
+        # With a seed per request, vLLM would sample row by row.
         torch.manual_seed(seed)
         params = [
             vllm.SamplingParams(

@@ -1,10 +1,10 @@
-"""`serve`: the process of one engine of benchmarks/peers.py. Reads requests, writes replies.
+"""`serve`: the loop of a contestant's process of `benchmarks.peers`, which answers requests.
 
 A request is a line of JSON on stdin, its reply a line of JSON on stdout. The programs
 benchmarks/peers_<engine>.py call `serve`; WorkerProcess of peers_process.py is the other end. The
 process runs in the engine's own environment, so this module needs only the standard library and
-NumPy. Anything that the engine prints goes to stderr, which the parent writes to a log file.
-serving_processes.py uses `process_seconds`.
+NumPy. All that the engine prints goes to stderr, which the parent writes to a log file.
+`benchmarks.serving_processes` and `benchmarks.coordinator_fleet` use the CPU times of processes.
 
 Each kind of request, and its reply:
 
@@ -32,7 +32,7 @@ from benchmarks.workloads import Generated, Workload, require_what_was_asked
 
 MAX_SEQUENCE_LENGTH = 2304  # tokens of prompt and output
 MAX_NUM_SEQUENCES = 64
-KV_CACHE_GIB = 1  # for engines that need a size
+KV_CACHE_GIB = 1  # size of the KV cache of engines that need one
 
 
 class Peer(Protocol):
@@ -55,12 +55,12 @@ Convert = Callable[[Path, Path, str], None]
 
 
 def serve(peer: Peer, convert: Convert | None = None) -> None:
-    """Answer requests until the input ends. `convert`: for peers with their own file format."""
+    """Answer requests until stdin ends. `convert`: for peers with their own file format."""
     replies = _replies()
     for line in sys.stdin:
         try:
             reply = _answer(peer, convert, json.loads(line))
-        except Exception as error:  # the parent decides whether to go on
+        except Exception as error:  # reported to the parent, which decides whether to continue
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
@@ -102,11 +102,11 @@ def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and its descendants, including ended ones."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = sum(process_seconds(pid) for pid in _descendants(os.getpid()))
+    running = sum(process_seconds(pid) for pid in descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
-def _descendants(ancestor: int) -> list[int]:
+def descendants(ancestor: int) -> list[int]:
     """Return the process ids of all descendants of `ancestor`, from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

@@ -1,4 +1,7 @@
-"""The workloads W1 to W4 of benchmarks/peers.py, with new prompts for every round."""
+"""The workloads W1 to W4 of `benchmarks.peers`, with new prompts for every round.
+
+Used by `benchmarks.peers`, `peers_rounds` and `peers_report`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ Size = Literal["small", "reduced", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A workload, and which of its tokens the speed counts: "output" or "prompt" tokens."""
+    """A workload, and the tokens that its speed counts.
+
+    counted: "output" or "prompt" tokens. num_counted: their number.
+    """
 
     workload: Workload
     num_counted: int
@@ -37,17 +43,17 @@ class Contest:
         return self.workload.name
 
     def of_round(self, index: int) -> Workload:
-        """Return the workload with other prompts of the same lengths, which no cache has seen."""
+        """Return the workload with other prompts of the same lengths, which are in no cache yet."""
         lengths = [len(prompt) for prompt in self.workload.prompts]
         prompts = random_prompts(self.vocab_size, lengths, seed=1 + index)
         return replace(self.workload, prompts=prompts)
 
     def warm_up(self) -> Workload:
-        """Return the workload with a few tokens only."""
+        """Return the workload with at most three new tokens per sample."""
         return self.workload.shortened(_WARM_UP_TOKENS)
 
     def estimated_seconds(self, num_parameters: int, num_threads: int) -> float:
-        """Estimate a contestant's seconds, from its matrix products and its reads of weights."""
+        """Return a contestant's estimated seconds, from matrix products and reads of weights."""
         num_tokens = sum(map(len, self.workload.prompts)) + self.workload.num_tokens
         products_s = num_tokens * 2 * num_parameters / _FLOPS
         step_s = _STEP_OVERHEAD_S + 4 * num_parameters / _BYTES_PER_SECOND
@@ -57,8 +63,8 @@ class Contest:
 def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
     """Return all contests by name.
 
-    Small ones only show that the program runs. Reduced ones have as many streams as full ones
-    and fewer tokens, for models that take minutes a round.
+    Small ones only show that the program runs. Reduced ones have fewer tokens than full ones but as
+    many requests, for models that take minutes per round.
     """
     if size == "reduced":
         sampled = _reduced(vocab_size)

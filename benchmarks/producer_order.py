@@ -1,23 +1,20 @@
-"""How long a trainer waits for long-tailed rollouts: admission order against ready order.
+"""Time that a trainer waits for long-tailed rollouts, with admission order and with ready order.
 
     python benchmarks/producer_order.py            # five minutes
     python benchmarks/producer_order.py --small    # seconds: shows that it runs, not how well
 
-The producer is the real one; engines and trainer are simulated in virtual time, so the figures are
-the same on every machine. A rollout's length is lognormal; a token takes a second. Its reward falls
-with its length, as that of a rollout that loses its way. Writes a Markdown page and a JSON file.
+The producer is trainer_hooks' AsyncRolloutProducer. Engine and trainer are simulated in virtual
+time, so the figures are the same on every machine. A rollout's length is lognormal; a token takes a
+second. Longer rollouts have lower rewards. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +22,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from benchmarks.virtual_time import run_virtually
-from rollout import InferenceConfig
 from rollout.requests import DynamicInferenceRequest, Status
 from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from trainer_hooks import AsyncRolloutProducer, TrainingBatch
 from trainer_hooks.producer.producer import Order
 
-ROOT = Path(__file__).parent
 MEDIAN_TOKENS = 8
 GROUP_SIZE = 8
 WARM_BATCHES = 6  # left out of the figures
@@ -43,10 +37,13 @@ WARM_BATCHES = 6  # left out of the figures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """`trainer_share`: seconds of a training step relative to those of a rollout of mean length.
+    """Settings of one simulated run.
 
-    `oversample`: groups begun beside each batch, relative to its groups. `prompt_share`: of the
-    variance of a rollout's log-length, what its prompt decides.
+    order: the producer's order. bound: its staleness bound, in versions.
+    sigma: standard deviation of a rollout's log-length.
+    oversample: additional groups that are begun, relative to the groups of a batch.
+    trainer_share: seconds of a training step over those of a rollout of mean length.
+    prompt_share: share of the variance of the log-length that depends on the prompt alone.
     """
 
     order: Order
@@ -58,14 +55,21 @@ class Case:
 
     @property
     def mean_tokens(self) -> float:
+        """Mean length of a rollout, in tokens and in seconds."""
         return MEDIAN_TOKENS * math.exp(self.sigma**2 / 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`reissued_share`: prompts that were sampled again. `extra_tokens`: generated and not trained
-    on, relative to those trained on. `trained_*` against `drawn_*`: means over the samples trained
-    on, and over all that were drawn first for a prompt.
+    """Figures of one simulated run.
+
+    idle_share: share of its time that the trainer waits.
+    largest_lag: policy lag of the trained tokens, in versions.
+    prompts_per_epoch: share of the prompts that were trained on.
+    reissued_share, most_reissues: share of prompts that were sampled again, and most times of one.
+    extra_tokens: tokens sampled and not trained on, relative to those trained on.
+    trained_length, trained_reward: means over the samples trained on.
+    drawn_length, drawn_reward: means over the first samples of each trained prompt.
     """
 
     case: Case
@@ -83,22 +87,26 @@ class Outcome:
 
 @dataclass
 class LongTailLLM:
-    """Samples a token a second for each request, however many there are."""
+    """Fake AsyncLLM that samples one token per second for each request, in virtual time.
+
+    num_tokens: tokens sampled so far, also for aborted requests.
+    """
 
     case: Case
     weights_version: int = 0
-    num_tokens: int = 0  # sampled, of aborted requests as well
+    num_tokens: int = 0
     _push_times_s: list[float] = field(default_factory=list)
 
     async def generate(
         self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
     ) -> list[DynamicInferenceRequest]:
+        """Return `n` samples of a prompt, when all of them are complete."""
         params = sampling_params or SamplingParams()
         works = (self._sample(prompts, params, mix_seed(params.seed or 0, 0, i)) for i in range(n))
         return list(await asyncio.gather(*works))
 
     def length(self, prompt: Sequence[int], seed: int) -> int:
-        """A pure function of both."""
+        """Return the length of a sample, which depends only on prompt and seed."""
         of_prompt = np.random.default_rng(prompt[0]).normal() * self.case.prompt_share**0.5
         of_sample = np.random.default_rng(seed).normal() * (1.0 - self.case.prompt_share) ** 0.5
         return max(1, round(MEDIAN_TOKENS * math.exp(self.case.sigma * (of_prompt + of_sample))))
@@ -134,19 +142,22 @@ class LongTailLLM:
         return bisect_right(self._push_times_s, time_s)
 
     def push(self) -> None:
-        """A new version, from now on."""
+        """Serve the next weights version from now on."""
         self._push_times_s.append(asyncio.get_running_loop().time())
         self.weights_version += 1
 
 
 def reward_of(length: int, sigma: float) -> float:
-    """Half for the median; falls by a quarter for each deviation of the log-length, to 0."""
+    """Return the reward of a length, within [0, 1].
+
+    It is 0.5 at the median length, and 0.25 less for each `sigma` of the log-length above it.
+    """
     deviations = math.log(length / MEDIAN_TOKENS) / sigma
     return min(1.0, max(0.0, 0.5 - 0.25 * deviations))
 
 
 async def train(case: Case, batch_groups: int, num_batches: int) -> Outcome:
-    """Run the producer over two epochs."""
+    """Simulate a training of two epochs. Returns its figures."""
     llm = LongTailLLM(case)
 
     async def reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
@@ -176,7 +187,10 @@ async def train(case: Case, batch_groups: int, num_batches: int) -> Outcome:
 def summarise(
     case: Case, llm: LongTailLLM, batches: Sequence[TrainingBatch], num_prompts: int
 ) -> Outcome:
-    """Idle time leaves out the first batches, and the last, for which there are too few prompts."""
+    """Return the figures of a run.
+
+    Idle time leaves out the first and the last batches: for the last there are too few prompts.
+    """
     timed = batches[WARM_BATCHES:-WARM_BATCHES] or batches
     waited_s = sum(batch.metrics["timing_s/batch_wait"] for batch in timed)
     trained_s = len(timed) * case.trainer_share * case.mean_tokens
@@ -203,6 +217,7 @@ def summarise(
 
 
 def _place(group: Any) -> tuple[int, int]:
+    """Return epoch and position of the group's prompt."""
     return group.ticket.epoch, group.ticket.position
 
 
@@ -230,7 +245,7 @@ def cases() -> list[Case]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: one row per case."""
+    """Return a page with a row per case."""
     lines = [
         f"# Orders of the producer, {results['date']}",
         "",
@@ -260,12 +275,10 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulate, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batches", type=int, default=40, help="of each case")
-    parser.add_argument("--groups", type=int, default=8, help="of a batch")
-    parser.add_argument("--small", action="store_true", help="few batches of few cases")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    """Simulate, print and write. Returns the results."""
+    parser = results_parser(__doc__, small="few batches of few cases")
+    parser.add_argument("--batches", type=int, default=40, help="batches of each case")
+    parser.add_argument("--groups", type=int, default=8, help="groups of a batch")
     arguments = parser.parse_args(argv)
     chosen = cases()[:4:3] if arguments.small else cases()
     num_batches = 4 if arguments.small else arguments.batches
@@ -276,8 +289,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         for case in progress.track(chosen, description="simulated runs"):
             outcomes.append(run_virtually(train(case, batch_groups, num_batches)))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "batch_groups": batch_groups,
         "num_batches": num_batches,
         "outcomes": [asdict(outcome) for outcome in outcomes],

@@ -1,9 +1,9 @@
 """Matrix products of a model's weights: what the engine chose against every other product here.
 
-`python -m benchmarks.products` prints the engine's own table and, for each shape and number of
-rows, CPU microseconds of what was chosen, their ratio to the fastest product of all, and to the
-fastest of torch's libraries. A round is one pass over the model's weights with each product; ratios
-are medians of those within a round.
+`python -m benchmarks.products` prints two tables: the engine's own report of its choice and, for
+each shape of weights and number of rows, CPU microseconds of the chosen product, their ratio to the
+fastest product of all, and to the fastest product of torch's libraries. A round is one pass over
+the model's weights with each product. Ratios are taken within a round; their medians are shown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 class Contest:
-    """Every product, with handles of all the model's weights."""
+    """All products that run on this machine, with prepared handles of the model's weights."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         library = load_library()
@@ -56,7 +56,7 @@ class Contest:
 
     @torch.inference_mode()
     def play(self, num_rows: int) -> Seconds:
-        """Rounds in which every product makes one pass over the weights."""
+        """Run the rounds of `num_rows` rows. Returns CPU seconds by product and shape."""
         seconds: Seconds = {name: {} for name in self.products}
         inputs = {w.shape[1]: torch.ones(num_rows, w.shape[1]) for w in self.weights}
         for index in range(NUM_ROUNDS[num_rows]):
@@ -66,12 +66,13 @@ class Contest:
         return seconds
 
     def chosen(self, num_rows: int) -> dict[str, str]:
-        """Return the product that the engine chose, by shape."""
+        """Return the name of the product that the engine chose, by shape."""
         bucket = bucket_of(num_rows)
         pairs = zip(self.weights, self._layers, strict=True)
         return {label(weight): layer.handle.products[bucket].name for weight, layer in pairs}
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
+        """Run a product on all weights that suit it. Returns CPU seconds by shape."""
         spent: dict[str, float] = {}
         handles = self._handles[product.name if product.layout is not None else "plain"]
         for weight, handle in zip(self.weights, handles, strict=True):
@@ -84,23 +85,23 @@ class Contest:
 
 
 def plain_weight(layer: Linear) -> Tensor:
-    """The weight, [N, K], also where the engine has packed it in its own memory."""
+    """Return the layer's weight [N, K]. If the engine has repacked it, unpack a copy."""
     repacked = layer.repacked
     return layer.weight.detach() if repacked is None else repacked.read(0, repacked.shape[0])
 
 
 def label(weight: Tensor) -> str:
-    """Such as "512x1728"."""
+    """Return the weight's shape as text, such as "512x1728"."""
     return "x".join(map(str, weight.shape))
 
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """The median over the rounds."""
+    """Return the median over the rounds of `seconds` / `others`."""
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
 
 
 def add_rows(table: Table, contest: Contest, num_rows: int) -> None:
-    """Add one row for each shape, and one for all weights together."""
+    """Measure `num_rows` rows. Adds a table row for each shape, and one for all weights."""
     seconds = contest.play(num_rows)
     sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "library")}
     for shape, product in contest.chosen(num_rows).items():

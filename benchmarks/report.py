@@ -1,6 +1,6 @@
-"""Formats benchmark results as JSON for programs and as a Markdown page for people.
+"""Formats results of generation as JSON for programs and as a Markdown page for people.
 
-Used by benchmarks.generate and benchmarks.moe, which write the files.
+Used by `benchmarks.generate` and `benchmarks.moe`, which write the files.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.floor import StepCost
+from benchmarks.pages import table_row
 from benchmarks.rounds import Contest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContestResult:
-    """A contest and its floor: CPU seconds of the bare matrix products of the same steps.
+    """The rounds of one workload, and their floor.
 
-    `floor_seconds` is None if the floor was not measured.
+    floor_seconds: CPU seconds of the bare matrix products of one round; None if not measured.
     """
 
     contest: Contest
@@ -27,7 +28,11 @@ class ContestResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """All measurements of one run of the benchmark."""
+    """All measurements of one run of the benchmark.
+
+    steps: decode steps and their floors. largest_logprob_error: see `largest_logprob_error` of
+    benchmarks.contestants; None if not measured.
+    """
 
     date: str
     machine: dict[str, str | int]
@@ -65,6 +70,7 @@ def _contest_json(result: ContestResult) -> dict[str, Any]:
 
 
 def _own_seconds(contest: Contest) -> float:
+    """Return our engine's median CPU seconds of a round."""
     return statistics.median(r.cpu_seconds[contest.ours.name] for r in contest.rounds)
 
 
@@ -107,12 +113,12 @@ def _contest_lines(result: ContestResult) -> list[str]:
     ]
     for name in contest.rounds[0].cpu_seconds:
         speeds = [r.tokens_per_cpu_second.get(name) for r in contest.rounds]
-        lines.append(_row(name, ["-" if s is None else f"{s:.0f}" for s in speeds]))
-    lines.append(_row("**ratio**", [f"**{r.ratio:.2f}**" for r in contest.rounds]))
+        lines.append(table_row([name, *("-" if s is None else f"{s:.0f}" for s in speeds)]))
+    lines.append(table_row(["**ratio**", *(f"**{r.ratio:.2f}**" for r in contest.rounds)]))
     knowing = [r.ratio_knowing_lengths for r in contest.rounds]
     if contest.rounds[0].best_peer_knowing_lengths is not None:
         cells = ["-" if r is None else f"{r:.2f}" for r in knowing]
-        lines.append(_row("ratio to batches sorted by length", cells))
+        lines.append(table_row(["ratio to batches sorted by length", *cells]))
     floor = ""
     if result.floor_seconds is not None:
         floor = f"; the bare matrix products of the same steps take {result.floor_seconds:.2f}"
@@ -139,10 +145,6 @@ def _step_lines(steps: Sequence[StepCost]) -> list[str]:
         "|---:|---:|---:|---:|---:|---|",
     ]
     for s in steps:
-        cells = [f"{s.context}", f"{s.step_ms:.1f}", f"{s.floor_ms:.1f}", f"**{s.ratio:.2f}**"]
-        lines.append(_row(str(s.batch), [*cells, s.floor_product]))
+        cells = [f"{s.batch}", f"{s.context}", f"{s.step_ms:.1f}", f"{s.floor_ms:.1f}"]
+        lines.append(table_row([*cells, f"**{s.ratio:.2f}**", s.floor_product]))
     return lines
-
-
-def _row(first: str, cells: Sequence[str]) -> str:
-    return f"| {first} | {' | '.join(cells)} |"

@@ -1,4 +1,7 @@
-"""Interleaved rounds: every contestant once per round, so that a busy machine slows all of them."""
+"""Interleaved rounds: every contestant runs once per round, so a busy machine slows all of them.
+
+Used by `benchmarks.generate` and `benchmarks.moe`; `benchmarks.report` formats the rounds.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,20 @@ from dataclasses import dataclass, field
 from benchmarks.contestants import Contestant, timed
 from benchmarks.workloads import Workload
 
-# Peers this much slower than the best peer of the first round are left out of later rounds.
+# Peers that take more than so many times the best peer's seconds run in the first round only.
 DROP_BEHIND = 1.1
 WARM_UP_TOKENS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """CPU seconds by contestant, and tokens per CPU second of ours over those of the best peer."""
+    """One run of each contestant.
+
+    cpu_seconds, tokens_per_cpu_second: by contestant.
+    best_peer: the fastest peer. ratio: our speed over its speed.
+    best_peer_knowing_lengths, ratio_knowing_lengths: the same for peers that sort requests by
+        output length, which nobody knows beforehand; None without such peers.
+    """
 
     cpu_seconds: dict[str, float]
     tokens_per_cpu_second: dict[str, float]
@@ -29,7 +38,7 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class Contest:
-    """The rounds of one workload. Peers that know output lengths beforehand are compared apart."""
+    """The rounds of one workload, and the contestants that run it."""
 
     workload: Workload
     ours: Contestant
@@ -38,10 +47,12 @@ class Contest:
 
     @property
     def median_ratio(self) -> float:
+        """Median over the rounds of our speed over the best peer's."""
         return statistics.median(r.ratio for r in self.rounds)
 
     @property
     def smallest_ratio(self) -> float:
+        """Smallest ratio of all rounds."""
         return min(r.ratio for r in self.rounds)
 
 
@@ -52,7 +63,11 @@ def warm_up(contest: Contest) -> None:
 
 
 def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
-    """Run each contestant once and append the round. The order is reversed each time."""
+    """Run each contestant once and append the round. The order is reversed in every second round.
+
+    `announce` receives the name of each contestant before it runs. After the first round, slow
+    peers leave the contest.
+    """
     gc.collect()
     index = len(contest.rounds)
     order = [contest.ours, *contest.peers]
@@ -66,6 +81,7 @@ def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
 
 
 def _judge(contest: Contest, seconds: dict[str, float]) -> Round:
+    """Return the round in which the contestants took these CPU seconds."""
     own = seconds[contest.ours.name]
     plain = [p.name for p in contest.peers if not p.knows_lengths]
     knowing = [p.name for p in contest.peers if p.knows_lengths]
@@ -83,6 +99,7 @@ def _judge(contest: Contest, seconds: dict[str, float]) -> Round:
 
 
 def _not_far_behind(peers: Sequence[Contestant], seconds: dict[str, float]) -> list[Contestant]:
+    """Return the peers that stay, separately for those that know lengths and those that do not."""
     kept: list[Contestant] = []
     for knows in (False, True):
         group = [p for p in peers if p.knows_lengths is knows]

@@ -1,37 +1,34 @@
-"""The cost of one routing decision, from a thousand to a million known blocks. One thread.
+"""Time of a routing decision of a coordinator that knows a thousand to a million blocks.
 
     python benchmarks/routing.py            # half a minute
     python benchmarks/routing.py --small    # seconds: shows that it runs, not how fast
 
-A decision is choose and assigned for a prompt of 32 blocks whose hashes are there already. Its
-blocks are all known, or all new, in a table that is full, so that as many have to go. The sizes
-take turns, so that a busy machine slows all of them. Writes a Markdown page and a JSON file.
+One thread. A decision is RoutingPolicy.choose and .assigned for a prompt of 32 blocks with computed
+hashes. Its blocks are all known, or all new to a full table, from which as many are dropped. The
+sizes take turns, so that a busy machine slows all of them. Writes a Markdown page and a JSON file.
+`benchmarks.coordinator` measures the same for its own page.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig, PrefixCachingCoordinatorPolicy
+from benchmarks.pages import dated, publish, results_parser, table_row
+from rollout import PrefixCachingCoordinatorPolicy
 from rollout.coordinator.routing.policies import RoutingPolicy, make_policy
 from rollout.requests.block_hash import HASH_PRIME
 
-ROOT = Path(__file__).parent
 BLOCKS_PER_PROMPT = 32
 NUM_TOKENS = 8192
 POLICIES = tuple(policy.value for policy in PrefixCachingCoordinatorPolicy)
@@ -42,7 +39,10 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Nanoseconds of a decision, medians but for the last, each with one reading of the clock."""
+    """Nanoseconds of a decision in one case: medians, and the 99th percentile.
+
+    Each includes one reading of the clock.
+    """
 
     policy: str
     num_ranks: int
@@ -55,7 +55,7 @@ class Cost:
 
 
 class Table:
-    """A policy that knows the blocks of `num_prompts` prompts and has room for no more."""
+    """A routing policy whose table is full with the blocks of `num_prompts` prompts."""
 
     def __init__(self, policy: str, num_ranks: int, num_prompts: int) -> None:
         rows = {
@@ -77,7 +77,7 @@ class Table:
             self.policy.finished(rank, NUM_TOKENS)
 
     def decide(self, prompt_kind: str) -> tuple[int, int]:
-        """Make one routing decision. Returns the nanoseconds of choose and of assigned."""
+        """Make one decision for a prompt, "known" or "new". Returns nanoseconds of both calls."""
         if prompt_kind == "known":
             hashes = hashes_of(self._draw.randrange(self.num_prompts))
         else:
@@ -93,7 +93,7 @@ class Table:
 
 
 def hashes_of(prompt: int) -> list[int]:
-    """Made-up hashes of a prompt: new objects each time, as from a message (splitmix64)."""
+    """Return pseudo-random hashes of a prompt's blocks (splitmix64), as new objects each time."""
     first = prompt * BLOCKS_PER_PROMPT
     x = np.arange(first + 1, first + 1 + BLOCKS_PER_PROMPT, dtype=np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)
@@ -106,7 +106,10 @@ def hashes_of(prompt: int) -> list[int]:
 def measure_costs(
     policy: str, num_ranks: int, sizes: Sequence[int], rounds: int, advance: Callable[[], None]
 ) -> Iterator[Cost]:
-    """The costs of one policy and number of ranks at all sizes, known prompts before new ones."""
+    """Yield the costs of one policy and number of ranks at all sizes, known prompts first.
+
+    `advance` is called after each kind of prompt.
+    """
     tables = {size: Table(policy, num_ranks, size // BLOCKS_PER_PROMPT) for size in sizes}
     for prompt_kind in PROMPT_KINDS:
         samples: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}
@@ -131,7 +134,7 @@ def measure_costs(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Return all figures as plain values."""
+    """Measure all policies. Returns all figures as plain values."""
     costs: list[Cost] = []
     with Progress(console=console) as progress:
         num_steps = len(POLICIES) * len(arguments.ranks) * len(PROMPT_KINDS)
@@ -146,8 +149,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                     lambda: progress.advance(task),
                 )
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "blocks_per_prompt": BLOCKS_PER_PROMPT,
         "decisions": arguments.rounds * DECISIONS_PER_ROUND,
         "sizes": list(arguments.sizes),
@@ -157,7 +159,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def growths(costs: Sequence[Cost]) -> dict[tuple[str, int, str], float]:
-    """Decision at the largest size over that at the smallest, by policy, ranks, kind of prompt."""
+    """Return the time at the largest size over that at the smallest, by policy, ranks, prompt."""
     by_case: dict[tuple[str, int, str], list[Cost]] = {}
     for cost in costs:
         by_case.setdefault((cost.policy, cost.num_ranks, cost.prompt_kind), []).append(cost)
@@ -165,7 +167,7 @@ def growths(costs: Sequence[Cost]) -> dict[tuple[str, int, str], float]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: the machine, and a row per policy, number of ranks and kind of prompt."""
+    """Return a page: the machine, and a row per policy, number of ranks and kind of prompt."""
     machine, sizes = results["machine"], results["sizes"]
     costs = [Cost(**cost) for cost in results["costs"]]
     lines = [
@@ -187,21 +189,14 @@ def as_markdown(results: dict[str, Any]) -> str:
         ]
         policy, num_ranks, prompt_kind = case
         named = [policy, str(num_ranks), prompt_kind, *cells, f"**{growth:.2f}**"]
-        lines.append(f"| {' | '.join(named)} |")
+        lines.append(table_row(named))
     lines += ["", f"Largest growth {results['largest_growth']:.2f}."]
     return "\n".join(lines) + "\n"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--rounds", type=int, default=40, help=f"of {DECISIONS_PER_ROUND} decisions"
-    )
-    parser.add_argument("--small", action="store_true", help="small tables, few rounds")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    parser = results_parser(__doc__, rounds=40, small="small tables, few rounds")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
-        parser.error(f"--rounds {arguments.rounds} must be at least 1")
     arguments.sizes, arguments.ranks = (1_000, 10_000, 100_000, 1_000_000), (1, 4, 64)
     if arguments.small:
         arguments.rounds, arguments.sizes, arguments.ranks = 2, (1_000, 4_000), (1, 4)
@@ -209,7 +204,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
+    """Measure, print and write. Returns the results."""
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
     results = measure(arguments, console)

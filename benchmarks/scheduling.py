@@ -1,20 +1,17 @@
-"""Throughput when KV blocks run out: the scheduler against one that knows every length beforehand.
+"""Steps of the scheduler when KV blocks run out, and of an oracle that knows every output's length.
 
     python benchmarks/scheduling.py            # a minute
     python benchmarks/scheduling.py --small    # seconds: shows that it runs, not how well
 
-No model runs: every output's length is drawn beforehand, and the scheduler learns of an end only
-when it comes, as it would from a model. Nothing is timed, so the figures are the same on every
-machine. Writes a Markdown page and a JSON file.
+No model runs. The length of every output is drawn beforehand, but the scheduler sees only its end
+token. Nothing is timed, so the figures are the same on every machine. Writes a Markdown page and a
+JSON file. `benchmarks.scheduling_growth` uses `add_request`.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,16 +19,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
-from benchmarks.pages import publish
-from rollout import InferenceConfig, SamplingParams
+from benchmarks.pages import dated, publish, results_parser
+from rollout import SamplingParams
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.stopping import StopRule
 from rollout.step.output import SampleResult, StepOutput
 from rollout.step.plan import StepPlan
 
-ROOT = Path(__file__).parent
 POOL_FRACTIONS = (0.25, 0.5, 0.75)
 MAX_TOKENS = 16384
 TOKEN, END = 1, 2
@@ -39,23 +34,32 @@ TOKEN, END = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests that arrive together. `lengths`: tokens that each generates before it ends."""
+    """Requests that arrive together.
+
+    num_prompt: prompt tokens of each. max_new: limit of new tokens, which the scheduler knows.
+    lengths: tokens that each generates.
+    """
 
     name: str
     num_prompt: int
-    max_new: int  # the limit that the scheduler knows
+    max_new: int
     lengths: tuple[int, ...]
     block_size: int = 16
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks for all requests at their ends, together."""
+        """Blocks of all requests together, each at its end."""
         return sum(blocks_of(self, length) for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One simulated run. `oracle_steps` knows all lengths and never evicts."""
+    """One simulated run.
+
+    pool_fraction: blocks of the pool over `needed_blocks`. oracle_steps: see `oracle_steps`.
+    mean_batch: mean number of requests that get a token in a step.
+    num_recomputed: tokens computed more than once.
+    """
 
     workload: str
     pool_fraction: float
@@ -69,6 +73,7 @@ class Outcome:
 
     @property
     def steps_over_oracle(self) -> float:
+        """Number of steps over the oracle's."""
         return self.steps / self.oracle_steps
 
     @property
@@ -78,7 +83,7 @@ class Outcome:
 
 
 def workloads(num_requests: int) -> list[Workload]:
-    """Return three workloads: equal lengths, random ones, and a limit far above actual ones."""
+    """Return workloads with equal, uniform and lognormal lengths, and with a far higher limit."""
     draw = np.random.default_rng(0)
     uniform = draw.integers(1, 513, num_requests)
     lognormal = np.exp(draw.normal(np.log(150), 0.8, num_requests)).astype(int).clip(1, 512)
@@ -96,7 +101,7 @@ def workloads(num_requests: int) -> list[Workload]:
 
 
 def blocks_of(workload: Workload, num_new: int) -> int:
-    """Blocks of a request whose last token is its `num_new`-th; that one's KV is never written."""
+    """Return the blocks of a request with `num_new` tokens; the last token's KV is not written."""
     return -(-(workload.num_prompt + num_new - 1) // workload.block_size)
 
 
@@ -112,7 +117,8 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
         enable_chunked_prefill=True,
     )
     for request in range(num_requests):
-        _add(scheduler, workload, request)
+        prompt, max_new = [TOKEN] * workload.num_prompt, workload.max_new
+        add_request(scheduler, request, prompt, max_new, end_ids=(END,))
     ends = EndOfEach(workload)
     plans, num_evictions = [], 0
     while not scheduler.is_idle:
@@ -124,24 +130,29 @@ def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], 
     return len(plans), plans, num_evictions
 
 
-def _add(scheduler: Scheduler, workload: Workload, request: int) -> None:
+def add_request(
+    scheduler: Scheduler,
+    request_id: int,
+    prompt: list[int],
+    max_new: int,
+    end_ids: tuple[int, ...] = (),
+) -> None:
+    """Queue a single request of at most `max_new` tokens, with its id as its seed."""
     scheduler.add_request(
-        request,
-        [TOKEN] * workload.num_prompt,
-        num_prompt=workload.num_prompt,
+        request_id,
+        prompt,
+        num_prompt=len(prompt),
         priority=0,
         group_id=None,
         sampling_params=SamplingParams(),
-        seed=request,
-        stop_rule=StopRule(
-            end_ids=(END,), stop_words=(), max_length=workload.num_prompt + workload.max_new
-        ),
+        seed=request_id,
+        stop_rule=StopRule(end_ids=end_ids, stop_words=(), max_length=len(prompt) + max_new),
         wants_prompt_logprobs=False,
     )
 
 
 class EndOfEach:
-    """Stand-in for a model that ends each request at the length drawn for it."""
+    """Fake model that samples END at each request's drawn length, and TOKEN before."""
 
     def __init__(self, workload: Workload) -> None:
         lengths = np.array(workload.lengths, dtype=np.int64)
@@ -149,6 +160,7 @@ class EndOfEach:
         self._last_position_of_row = np.zeros(len(lengths) + 1, dtype=np.int64)
 
     def output(self, plan: StepPlan) -> StepOutput:
+        """Return the result of a step."""
         for new in plan.new_rows:
             self._last_position_of_row[new.row] = self._last_positions[new.seed]
         is_last = plan.sample_positions >= self._last_position_of_row[plan.sample_rows]
@@ -160,12 +172,13 @@ class EndOfEach:
 
 
 def oracle_steps(workload: Workload, num_blocks: int) -> int:
-    """Steps of first come, first served: each request starts as soon as all of its future fits.
+    """Return the steps of an oracle that knows every length.
 
-    It knows every length, so it never evicts, and no block is kept free for what does not come.
+    Requests start in order of arrival, each as soon as all blocks that it will ever need fit beside
+    the others'. It never evicts.
     """
     longest = max(workload.lengths)
-    used = np.zeros(longest + 1, dtype=np.int64)  # blocks from now on, by step
+    used = np.zeros(longest + 1, dtype=np.int64)  # blocks in each step from now on
     waiting = [_blocks_by_step(workload, length) for length in reversed(workload.lengths)]
     steps = last_end = 0
     while waiting:
@@ -179,7 +192,7 @@ def oracle_steps(workload: Workload, num_blocks: int) -> int:
 
 
 def _blocks_by_step(workload: Workload, length: int) -> NDArray[np.int64]:
-    """Blocks that a request holds in each of its steps."""
+    """Return the blocks that a request holds in each of its steps."""
     positions = workload.num_prompt + np.arange(length)
     return -(-positions // workload.block_size)
 
@@ -187,7 +200,7 @@ def _blocks_by_step(workload: Workload, length: int) -> NDArray[np.int64]:
 def measure(
     cases: Sequence[Workload], fractions: Sequence[float], advance: Callable[[], None]
 ) -> list[Outcome]:
-    """Every workload with every pool."""
+    """Simulate every workload with every size of the pool. `advance` is called after each run."""
     outcomes = []
     for workload in cases:
         for fraction in fractions:
@@ -213,7 +226,7 @@ def measure(
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: one row per workload and pool."""
+    """Return a page with a row per workload and pool."""
     lines = [
         f"# Scheduling when KV blocks run out, {results['date']}",
         "",
@@ -236,11 +249,9 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulate, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=256, help="of each workload")
-    parser.add_argument("--small", action="store_true", help="few requests")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
+    """Simulate, print and write. Returns the results."""
+    parser = results_parser(__doc__, small="few requests")
+    parser.add_argument("--requests", type=int, default=256, help="requests of each workload")
     arguments = parser.parse_args(argv)
     num_requests = 16 if arguments.small else arguments.requests
     console = Console(stderr=True)
@@ -249,8 +260,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         task = progress.add_task("simulated runs", total=len(cases) * len(POOL_FRACTIONS))
         outcomes = measure(cases, POOL_FRACTIONS, lambda: progress.advance(task))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_requests": num_requests,
         "outcomes": [asdict(outcome) for outcome in outcomes],
     }

@@ -1,38 +1,32 @@
-"""Cost of an abort, an update and a blocked request as the pool and the prompts grow. One thread.
+"""Time of an abort, an update and a step with a blocked request, by size of pool and prompts.
 
     python benchmarks/scheduling_growth.py            # a minute
     python benchmarks/scheduling_growth.py --small    # seconds: shows that it runs, not how fast
 
-CPU microseconds, medians. The sizes take turns, so that a busy machine slows all of them. No model
-runs. Writes a Markdown page and a JSON file.
+Medians of CPU microseconds on one thread. The sizes take turns, so that a busy machine slows all of
+them. No model runs. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
-from rollout import InferenceConfig, SamplingParams
+from benchmarks.pages import dated, publish, results_parser
+from benchmarks.scheduling import add_request
 from rollout.blocks.kv_cache_manager import BlockTable, KVCacheManager
 from rollout.scheduling.scheduler import Scheduler
-from rollout.scheduling.stopping import StopRule
 from rollout.step.output import SampleResult, StepOutput
 from rollout.version_spans import VersionSpans
 
-ROOT = Path(__file__).parent
 BLOCK = 16
 NUM_RUNNING = 8
 PROMPT = 512
@@ -40,7 +34,7 @@ BLOCKS_PER_PREFIX = 64
 
 
 class Bench:
-    """A scheduler over `num_blocks` blocks, with an index of unused blocks that fills the pool."""
+    """A scheduler with a pool of `num_blocks` blocks and a prefix index, without a model."""
 
     def __init__(self, num_blocks: int, *, max_tokens: int = 1 << 30) -> None:
         blocks = KVCacheManager(
@@ -60,21 +54,13 @@ class Bench:
         self._next_id = 0
 
     def add(self, tokens: list[int], max_new: int) -> int:
+        """Queue a request with this prompt. Returns its id."""
         self._next_id += 1
-        self.scheduler.add_request(
-            self._next_id,
-            tokens,
-            num_prompt=len(tokens),
-            priority=0,
-            group_id=None,
-            sampling_params=SamplingParams(),
-            seed=0,
-            stop_rule=StopRule(end_ids=(), stop_words=(), max_length=len(tokens) + max_new),
-            wants_prompt_logprobs=False,
-        )
+        add_request(self.scheduler, self._next_id, tokens, max_new)
         return self._next_id
 
     def step(self) -> None:
+        """Schedule and commit one step, in which every sampled token is 7."""
         plan = self.scheduler.schedule(self.version).plan
         if plan is not None:
             count = len(plan.sample_rows)
@@ -84,7 +70,7 @@ class Bench:
             self.scheduler.update_from_output(plan, StepOutput(samples=samples))
 
     def fill_index(self) -> None:
-        """Have an index of unused blocks that fills the pool."""
+        """Fill the pool with unused blocks that are in the prefix index."""
         blocks, table = self._blocks, BlockTable()
         num_blocks = blocks.num_free_blocks
         for start in range(0, num_blocks, BLOCKS_PER_PREFIX):
@@ -97,7 +83,7 @@ class Bench:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """CPU microseconds."""
+    """Return the CPU microseconds of a call."""
     start = time.thread_time_ns()
     action()
     return (time.thread_time_ns() - start) / 1e3
@@ -118,7 +104,7 @@ class Abort:
 
 
 class AbortBesideFullIndex(Abort):
-    """The same beside an index that fills the pool, which it enters."""
+    """Abort of a running request while the prefix index fills the pool."""
 
     name = "abort beside an index that fills the pool, by its blocks"
 
@@ -128,7 +114,7 @@ class AbortBesideFullIndex(Abort):
 
 
 class Update:
-    """To a new version, which makes a full index useless."""
+    """New weights version, whose requests find none of the blocks in a full index."""
 
     name = "new weights version, by blocks in the index"
 
@@ -142,7 +128,7 @@ class Update:
 
 
 class BlockedHead:
-    """A step beside a queue whose head has no room, by the length of its prompt."""
+    """Step of running requests while the queue's head finds no room, by its prompt's length."""
 
     name = "step beside a blocked head, by tokens of its prompt"
 
@@ -160,7 +146,7 @@ class BlockedHead:
 
 
 class BlockedHeadAsOthersLeave:
-    """The same, where one of many short requests has left before each step."""
+    """Step with a blocked head, after one of many short requests was aborted."""
 
     name = "step beside a blocked head after a request has left, by tokens of its prompt"
 
@@ -181,7 +167,7 @@ CASES = (Abort, AbortBesideFullIndex, Update, BlockedHead, BlockedHeadAsOthersLe
 
 
 def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> dict[str, Any]:
-    """Medians by case and size."""
+    """Return the median of each size, by case. `advance` is called after each case."""
     results: dict[str, Any] = {}
     for case in CASES:
         benches = {size: case(size) for size in sizes}
@@ -198,7 +184,7 @@ def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> d
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: a row per case."""
+    """Return a page with a row per case."""
     sizes, machine = results["sizes"], results["machine"]
     lines = [
         f"# Costs as pool and prompts grow, {results['date']}",
@@ -216,12 +202,8 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--small", action="store_true", help="small pools, few rounds")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    """Measure, print and write. Returns the results."""
+    arguments = results_parser(__doc__, rounds=40, small="small pools, few rounds").parse_args(argv)
     sizes = (1_000, 4_000) if arguments.small else (1_000, 10_000, 100_000, 1_000_000)
     rounds = 3 if arguments.small else arguments.rounds
     console = Console(stderr=True)
@@ -229,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         task = progress.add_task("costs", total=len(CASES))
         costs = measure(sizes, rounds, lambda: progress.advance(task))
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "rounds": rounds,
         "sizes": list(sizes),
         "costs": costs,

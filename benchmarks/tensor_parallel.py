@@ -1,37 +1,32 @@
-"""Step time of an engine of two ranks against one process.
+"""Time of a decode step of an engine of two ranks, and of one process.
 
     python benchmarks/tensor_parallel.py            # minutes
     python benchmarks/tensor_parallel.py --small    # seconds: shows that it runs, not how well
 
-Decode steps at batch sizes 1 and 16, of all contestants in turn, some steps at a time: what else
-the machine does meets all of them. Two ranks need two processors that are free at the same time, so
-the least time of a step says what they can do, and the median what they did here. Writes a Markdown
-page and a JSON file.
+Decode steps at batch sizes 1 and 16. The contestants take turns, a few steps at a time, so that
+other work on the machine disturbs all of them. Two ranks need two processors that are free at the
+same time: the least time of a step shows what they can do, the median what they did here. Writes a
+Markdown page and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from benchmarks.machine import describe
 from benchmarks.models import QWEN_05B, SMALL
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import publish
+from benchmarks.pages import dated, publish, results_parser
 from rollout import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from rollout.models.spec import ModelSpec
 
-ROOT = Path(__file__).parent
 BATCHES = (1, 16)
 PROMPT_TOKENS, STEPS_AT_ONCE = 8, 4
 
@@ -53,7 +48,7 @@ CONTESTANTS = (
 
 
 class Steps:
-    """A contestant whose rows all decode."""
+    """The engine of a contestant, with `batch` rows that decode for at least `num_steps` steps."""
 
     def __init__(self, spec: ModelSpec, contestant: Contestant, batch: int, num_steps: int) -> None:
         self.contestant = contestant
@@ -74,7 +69,7 @@ class Steps:
             self.engine.step()
 
     def measure(self, num_steps: int) -> list[tuple[float, float]]:
-        """(wall, CPU of this process) seconds of some steps."""
+        """Run `num_steps` steps. Returns the wall and CPU seconds of each, in this process."""
         torch.set_num_threads(self.contestant.num_threads)
         times = []
         for _ in range(num_steps):
@@ -85,7 +80,7 @@ class Steps:
 
 
 def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step, by contestant."""
+    """Return the least, median and CPU milliseconds of a step, by contestant."""
     num_steps = num_rounds * STEPS_AT_ONCE
     steps = [Steps(spec, contestant, batch, num_steps) for contestant in CONTESTANTS]
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in CONTESTANTS}
@@ -105,6 +100,7 @@ def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str,
 
 
 def as_markdown(results: dict[str, Any]) -> str:
+    """Return a page with a row for each batch size and contestant."""
     machine, load = results["machine"], results["load_average"]
     lines = [
         f"# Tensor parallel, {results['date']}",
@@ -129,19 +125,14 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="a tiny model, one round")
-    parser.add_argument("--output", type=Path, default=ROOT / "results", help="of the tables")
-    arguments = parser.parse_args(argv)
+    """Measure, print and write. Returns the results."""
+    arguments = results_parser(__doc__, rounds=10, small="a tiny model, one round").parse_args(argv)
     spec = SMALL if arguments.small else replace(QWEN_05B, dtype=torch.bfloat16)
     num_rounds = 1 if arguments.small else arguments.rounds
     before = os.getloadavg()[0]
     steps = {str(batch): measure(spec, batch, num_rounds) for batch in BATCHES}
     results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(InferenceConfig(num_threads=1)),
+        **dated(),
         "num_processors": len(os.sched_getaffinity(0)),
         "model": "a tiny model" if arguments.small else "the shape of Qwen2.5-0.5B",
         "dtype": str(spec.dtype).removeprefix("torch."),

@@ -1,9 +1,9 @@
-"""The CPU time of a GRPOTrainer's step that generates with this engine, and of one with TRL's own.
+"""CPU time of a step of TRL's GRPOTrainer that generates with this engine, or with TRL's own code.
 
     python benchmarks/trl_step.py [--rounds 6]
 
-The trainer is that of examples/train_trl.py, from the same warmed-up policy each time. A round runs
-both kinds, one after the other; the ratio is taken within a round.
+The trainer of examples/train_trl.py starts from the same warmed-up policy each time. A round runs
+both kinds, one after the other; the ratio is taken within a round. Prints the medians as JSON.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from trainer_hooks.trl_rollouts import TRLRollouts
 
 
 def compare(settings: JobSettings, num_rounds: int, directory: Path) -> dict[str, float]:
-    """CPU seconds of a step of each kind.
+    """Return the median CPU seconds of a step of each kind, and the median ratio.
 
-    Both use one thread, so on an idle machine a user waits as long. The first step of each trainer
-    is left out: it also warms up.
+    Both kinds use one thread, so on an idle machine a step takes as many seconds. The first step of
+    each trainer, which also warms up, is left out. `directory`: for the trainer's files.
     """
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
@@ -54,7 +54,10 @@ def compare(settings: JobSettings, num_rounds: int, directory: Path) -> dict[str
 
 
 def second_step_s(trainer: Any, num_minibatches: int) -> float:
-    """CPU seconds of the second training step; the trainer calls each minibatch a step."""
+    """Train two steps. Returns the CPU seconds of the second one.
+
+    `num_minibatches`: minibatches of a step; the trainer calls each of them a step.
+    """
     from transformers import TrainerCallback
 
     at_s: list[float] = []

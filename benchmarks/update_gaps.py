@@ -1,11 +1,11 @@
-"""Measures how long in-flight updates interrupt one request: the gap between its last token under
-the old weights and its first token under the new ones, and the stall that the update reports.
+"""Measures how long in-flight updates interrupt one request.
 
-Used by suspend_resume and memory_cycles. Each measurement is made twice: with an LLM, which another
-thread updates, and with an AsyncLLM, whose engine is a process. The engine's gaps are the request's
-`tpot`; the stream's gaps are measured where the tokens arrive. A gap includes one step; the median
-of the gaps without an update is the length of a step. The longest of them shows how far staging
-slows a step down.
+A gap is the time between the request's last token under the old weights and its first token under
+the new ones; it includes one step. It is compared with the stall that the update reports, with the
+median step, and with the longest step, which staging slows down. All is measured twice: with an
+LLM, which another thread updates, and with an AsyncLLM, whose engine is a process. Gaps in the
+engine are the request's `tpot`; gaps of the stream are measured where the tokens arrive. Used by
+`benchmarks.suspend_resume` and `benchmarks.memory_cycles`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ _PROMPT = list(range(1, 33))
 
 
 def measure_gaps(spec: ModelSpec, num_updates: int, tokens_per_update: int) -> dict[str, Any]:
-    """Return the gaps, stalls and steps in seconds, with the numbers of updates and bytes, for
-    "in_process" (an LLM) and "engine_process" (an AsyncLLM)."""
+    """Return gaps, stalls and steps in seconds, for "in_process" (an LLM) and "engine_process" (an
+    AsyncLLM), with the numbers of updates and bytes.
+
+    `tokens_per_update`: tokens that the request generates for each update.
+    """
     weights = [CausalLM.random(spec, seed=seed).read_weights() for seed in (1, 2)]
     num_tokens = (num_updates + 1) * tokens_per_update
     length = -(-(len(_PROMPT) + num_tokens) // 256) * 256
@@ -104,6 +107,7 @@ def _gaps(
     arrivals: list[float] | None,
     reports: Sequence[WeightUpdateReport],
 ) -> dict[str, Any]:
+    """Return the figures of one request. `arrivals`: times of its streamed tokens, if streamed."""
     assert request.tpot is not None
     versions = request.policy_versions.tolist()
     changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
@@ -124,7 +128,7 @@ def _gaps(
 
 
 def gaps_as_markdown(gaps: dict[str, Any]) -> list[str]:
-    """Return one line of text for each entry of `measure_gaps`, in milliseconds."""
+    """Return one line of text for each entry of a `measure_gaps` result, in milliseconds."""
     lines = []
     for place, result in gaps.items():
         stall, gap = statistics.median(result["reported"]), statistics.median(result["gaps"])

@@ -1,4 +1,7 @@
-"""An event loop whose clock jumps to the next timer, for simulations of code that waits."""
+"""An event loop whose clock jumps to the next timer, for simulations of code that waits.
+
+Used by `benchmarks.producer_order`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ Result = TypeVar("Result")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Jumps to the next timer instead of waiting for it; fails if there is nothing to wait for."""
+    """An event loop that jumps to the next timer instead of waiting for it.
+
+    AssertionError is raised if no event is ready and no timer is set: nothing could ever run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +34,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector.select = jump
 
     def time(self) -> float:
+        """Return the virtual time in seconds, from 0."""
         return self._now_s
 
 
 def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; its sleeps take no time. No task may be left over."""
+    """Run `work` on a VirtualLoop and return its result. Its sleeps take no real time.
+
+    It must leave no unfinished task.
+    """
     loop = VirtualLoop()
     try:
         result = loop.run_until_complete(work)

@@ -1,4 +1,8 @@
-"""The workloads of the generation benchmarks: the same token counts for every contestant."""
+"""Workloads of the generation benchmarks: prompts, and the output lengths of every contestant.
+
+Used by the programs that compare generation. Needs only the standard library and NumPy, because
+the processes of `benchmarks.peers` import it in environments of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ import numpy as np
 class Workload:
     """`num_samples` samples of each prompt, `output_lens[i]` tokens long for prompt i.
 
-    `temperature` is 1, or 0 for the likeliest tokens.
+    wants_logprobs: whether the log-prob of each token is asked for.
+    temperature: 1, or 0 for greedy decoding.
     """
 
     name: str
@@ -26,24 +31,27 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Useful tokens: those that were asked for."""
+        """Number of tokens asked for in all samples; padding does not count."""
         return self.num_samples * sum(self.output_lens)
 
     def shortened(self, num_tokens: int) -> Workload:
-        """The same requests, cut to `num_tokens` tokens each."""
+        """Return the same requests, cut to at most `num_tokens` new tokens each."""
         return replace(self, output_lens=tuple(min(n, num_tokens) for n in self.output_lens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Samples of a workload, prompt-major; `logprobs` is None if the workload wants none."""
+    """Samples of a workload: all of the first prompt, then all of the second, ...
+
+    logprobs: one row per sample; None if the workload wants none.
+    """
 
     tokens: list[list[int]]
     logprobs: Sequence[Any] | None
 
 
 def require_what_was_asked(name: str, workload: Workload, generated: Generated) -> None:
-    """Raises RuntimeError unless `name` generated exactly what the workload asks for."""
+    """Raise RuntimeError unless contestant `name` generated exactly what the workload asks for."""
     wanted = [n for n in workload.output_lens for _ in range(workload.num_samples)]
     lengths = [len(tokens) for tokens in generated.tokens]
     scored = wanted if generated.logprobs is None else [len(row) for row in generated.logprobs]
@@ -54,7 +62,7 @@ def require_what_was_asked(name: str, workload: Workload, generated: Generated) 
 def group_workload(
     vocab_size: int, *, num_prompts: int, num_samples: int, prompt_len: int, output_len: int
 ) -> Workload:
-    """Groups of samples, as GRPO wants them: sampled at temperature 1, with log-probs."""
+    """Return W1: groups of samples as in GRPO, at temperature 1, with log-probs."""
     return Workload(
         name="W1",
         summary=f"{num_prompts} prompts of {prompt_len} tokens x {num_samples} samples, "
@@ -69,7 +77,7 @@ def group_workload(
 def ragged_workload(
     vocab_size: int, *, num_prompts: int, prompt_len: int, shortest: int, mean: int, longest: int
 ) -> Workload:
-    """Single samples of very different lengths: geometric with `mean`, clipped."""
+    """Return W2: single samples of geometric lengths with `mean`, clipped to the given bounds."""
     drawn = np.random.default_rng(0).geometric(1 / mean, size=num_prompts)
     lengths = tuple(int(n) for n in np.clip(drawn, shortest, longest))
     return Workload(
@@ -84,7 +92,7 @@ def ragged_workload(
 
 
 def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
-    """The workloads by name; small ones take a second and show nothing but that they run."""
+    """Return W1 and W2 by name. Small ones take a second and only show that programs run."""
     if is_small:
         grouped = group_workload(
             vocab_size, num_prompts=2, num_samples=3, prompt_len=12, output_len=5
@@ -105,6 +113,6 @@ def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
 def random_prompts(
     vocab_size: int, prompt_lens: Sequence[int], seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """Random tokens, the same on every call with the same seed."""
+    """Return prompts of random token ids of these lengths; equal for equal arguments."""
     random = np.random.default_rng(seed)
     return tuple(tuple(random.integers(0, vocab_size, size=n).tolist()) for n in prompt_lens)

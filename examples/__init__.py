@@ -1,1 +1,4 @@
-"""Complete programs: training loops on the engine, and what a user brings to `rollout train`."""
+"""Complete programs: training loops on the engine, and what a user brings to `rollout train`.
+
+People run and copy them. Tests and some benchmarks import them.
+"""

@@ -2,11 +2,13 @@
 
     python -m examples.arithmetic DIRECTORY
 
-writes model/, a Qwen3 of 0.1M parameters with random weights and its tokenizer; questions.jsonl and
-held_out.jsonl, sums of two numbers with two digits; and homework.jsonl, such sums as a careless
-pupil does them, who forgets the carries of three sums in four. A warm-up on the homework learns to
-add column by column, and to be as careless; the reward teaches to carry. No sum that is held out is
-in the other files. sums.yaml is the job.
+writes model/, a Qwen3 of 0.1M parameters with random weights and its tokenizer. It also writes sums
+of two numbers with two digits: questions.jsonl and held_out.jsonl with right answers, and
+homework.jsonl with answers that forget the carries in three sums of four. A warm-up on the homework
+learns to add column by column and to forget carries as often. Training with the reward `is_right`
+then teaches to carry. No sum of held_out.jsonl is in the other files.
+
+Used by examples/sums.yaml, the config of the job, which names the files and `is_right`.
 """
 
 from __future__ import annotations
@@ -35,39 +37,41 @@ Sum = tuple[int, int]
 
 
 def is_right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """The user's reward: 1 for the very number."""
+    """Return 1 for a completion that equals its answer, white space around it aside, else 0."""
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
 def all_sums(numbers: Sequence[int] = NUMBERS) -> list[Sum]:
-    """Return all pairs of numbers, shuffled."""
+    """Return all pairs of numbers, in a fixed shuffled order."""
     sums = [(a, b) for a in numbers for b in numbers]
     random.Random(0).shuffle(sums)
     return sums
 
 
 def forget_carries(a: int, b: int) -> int:
-    """The sum of each column of digits without what the column before carries."""
+    """Return a + b of two-digit numbers, added by columns of digits without carrying."""
     tens, ones = a // 10 + b // 10, a % 10 + b % 10
     return tens % 10 * 10 + ones % 10
 
 
 def write_questions(path: Path, sums: Iterable[Sum]) -> None:
-    """A JSONL file with a right answer to each."""
+    """Write a JSONL file of `sums` with their right answers."""
     _write_rows(path, ((a, b, a + b) for a, b in sums))
 
 
 def write_homework(path: Path, sums: Sequence[Sum]) -> None:
-    """A JSONL file of random ones with the pupil's answers."""
+    """Write a JSONL file of NUM_HOMEWORK random `sums`, most of them answered without carries."""
     rng = random.Random(1)
     drawn = rng.choices(sums, k=NUM_HOMEWORK)
     is_forgotten = (rng.random() < FORGOTTEN_SHARE for _ in drawn)
     rows = zip(drawn, is_forgotten, strict=True)
-    _write_rows(path, ((a, b, forget_carries(a, b) if lost else a + b) for (a, b), lost in rows))
+    _write_rows(
+        path, ((a, b, forget_carries(a, b) if forgets else a + b) for (a, b), forgets in rows)
+    )
 
 
 def write_checkpoint(directory: Path, hidden_size: int = 64, num_layers: int = 2) -> None:
-    """A Qwen3 with random weights, and a tokenizer trained on such questions."""
+    """Write a Qwen3 with random weights and its tokenizer to `directory`."""
     tokenizer = new_tokenizer()
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -90,7 +94,7 @@ def write_checkpoint(directory: Path, hidden_size: int = 64, num_layers: int = 2
 
 
 def new_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, one token per digit, with a chat template."""
+    """Train a byte-level BPE tokenizer, with one token per digit and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]

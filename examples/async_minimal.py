@@ -32,13 +32,13 @@ ENGINE: dict[str, Any] = dict(max_sequence_length=7, num_threads=1)
 def reward(
     prompts: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[float]:
-    """The share of generated tokens that are one more than the token before."""
+    """Return, by rollout, the share of generated tokens that are one more than the one before."""
     rollouts = [[*prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
     return [sum(b == a + 1 for a, b in pairwise(r)) / (len(r) - 1) for r in rollouts]
 
 
 async def train(llm: AsyncLLM | ThreadedLLM, policy: Qwen3ForCausalLM, suspend: bool) -> None:
-    """Without `suspend` the engine generates the next batches while this one is trained on."""
+    """Train `policy`. Without `suspend` the engine generates batches while one is trained on."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     weight_sync, prompts = WeightSync(llm, in_flight=not suspend), [[token] for token in range(8)]
     async with AsyncRolloutProducer(

@@ -2,11 +2,11 @@
 
     python examples/multi_turn.py
 
-A small random model is asked sums such as "7*12=". Whenever it says "!" the turn ends, a calculator
-answers the last sum, and the model continues from all tokens so far. The answer is appended as
-tokens. What the model sampled is never decoded and encoded again: "1" "2" would come back as one
-token "12", which the model never chose. Each batch is checked: the mask covers the sampled tokens
-of all turns and nothing else, and the trainer's log-probs are the engine's.
+A small random model is asked sums such as "7*12=". Whenever it samples "!" the turn ends, a
+calculator answers the last sum, and the model continues from all tokens so far. The calculator's
+answer is appended as tokens. Sampled tokens are never decoded and encoded again, because "1" "2"
+would become one token "12", which the model did not choose. Each batch is checked: the mask covers
+the sampled tokens of all turns and nothing else, and the trainer's log-probs equal the engine's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_hooks import (
     token_logprobs,
 )
 
-CALL = "!"  # the model calls the tool with it
+CALL = "!"  # token with which the model calls the calculator
 GROUP_SIZE, BATCH_GROUPS, NUM_STEPS, MAX_TURNS = 4, 4, 3, 3
 PARAMS = SamplingParams(
     num_tokens_to_generate=16, return_log_probs=True, logprobs_mode="temperature"
@@ -41,7 +41,10 @@ ENGINE = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_si
 
 
 class SumTokenizer:
-    """Characters, and numbers of two digits as one token: text has more than one encoding."""
+    """One token for each character and each number from 10 to 19: texts have several encodings.
+
+    The end token is CALL.
+    """
 
     bos_id = None
 
@@ -61,7 +64,7 @@ class SumTokenizer:
 
 
 def calculator(text: str) -> str:
-    """The value of the last sum in `text`."""
+    """Return the value of the last sum or product in `text` as "<value>"; "<?>" without one."""
     sums = re.findall(r"(\d{1,4})([+*])(\d{1,4})", text)
     if not sums:
         return "<?>"
@@ -71,7 +74,7 @@ def calculator(text: str) -> str:
 
 
 async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicInferenceRequest]:
-    """Sample one rollout: turns until the model ends a turn without a call."""
+    """Sample the turns of one rollout, until a turn ends without a call or there are MAX_TURNS."""
     assert llm.tokenizer is not None
     context = list(prompt)
     turns: list[DynamicInferenceRequest] = []
@@ -87,7 +90,7 @@ async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicIn
 
 
 def reward(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
-    """1 for the answer, from the tool or not, and a little for each call that it could answer."""
+    """Return 1 for a completion with the answer, plus 0.1 for each call that the tool answered."""
     return [
         float(str(wanted) in re.split(r"\D+", text)) + 0.1 * len(re.findall(r"<\d+>", text))
         for text, wanted in zip(completions, answer, strict=True)
@@ -95,19 +98,19 @@ def reward(completions: Sequence[str], answer: Sequence[int]) -> list[float]:
 
 
 def problems(tokenizer: SumTokenizer, count: int) -> list[dict[str, Any]]:
-    """Rows with a prompt in tokens and its answer."""
+    """Return `count` rows, each a product with its prompt as token ids and its answer."""
     numbers = random.Random(0)
     pairs = [(numbers.randrange(20), numbers.randrange(20)) for _ in range(count)]
     return [{"prompt": tokenizer.encode(f"{a}*{b}="), "answer": a * b} for a, b in pairs]
 
 
 def check(batch: TrainingBatch, logprobs_BT: torch.Tensor) -> str:
-    """Check a batch and return the checked figures. Raises AssertionError if a check fails."""
+    """Assert that the mask and log-probs of a batch are right. Returns a text with token counts."""
     rows = batch.rollouts
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     for i, rollout in enumerate(rollouts):
         assert rows.tokens_BT[i][rows.mask_BT[i]].tolist() == rollout.generated_ids
-    # Tokens that these very weights sampled, from KV that they wrote.
+    # Tokens that the trained weights sampled, on KV that these weights wrote.
     fresh_BT = rows.mask_BT & (rows.policy_lag_BT == 0) & (rows.kv_lag_BT == 0)
     gaps = (logprobs_BT - rows.behaviour_logprobs_BT)[fresh_BT].abs()
     assert bool((gaps < 1e-3).all()), f"the trainer's log-probs differ by {gaps.max()}"
@@ -119,7 +122,7 @@ def check(batch: TrainingBatch, logprobs_BT: torch.Tensor) -> str:
 
 
 def tiny_policy(tokenizer: SumTokenizer) -> Qwen3ForCausalLM:
-    """A model with random weights, the same each time."""
+    """Return a model with random weights, the same ones in each call."""
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.15)
@@ -128,7 +131,7 @@ def tiny_policy(tokenizer: SumTokenizer) -> Qwen3ForCausalLM:
 
 
 async def train() -> None:
-    """A few steps; the engine generates while the trainer computes."""
+    """Train NUM_STEPS steps and print each. The engine generates while the trainer computes."""
     tokenizer = SumTokenizer()
     policy = tiny_policy(tokenizer)
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)

@@ -1,12 +1,12 @@
-"""A model learns to use Python: what it writes runs in a sandbox. A minute or two on a CPU.
+"""A model learns to use a Python tool that runs programs in a sandbox. A minute or two on a CPU.
 
     python examples/python_tool.py
 
-A small random model is asked for a sum, a difference or a product, and has a Python tool. It writes
-programs from a few pieces, some of which loop for ever, take all memory, read the machine's files
-or start processes without end. Those are stopped, and cost their own rollout a turn. With GRPO it
-learns which program to run. docs/how-to/environment-packages.md says what the sandbox protects
-against.
+A small random model is asked for a sum, a difference or a product, and has a Python tool. Each of a
+few programs is one token. Some programs loop for ever, take all memory, read the machine's files or
+start processes without end. The sandbox stops or refuses these, and other rollouts are not
+affected. With GRPO the model learns which program to run. docs/how-to/environment-packages.md says
+what the sandbox protects against.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PYTHON = PythonLimits(cpu_s=1, memory_bytes=256 << 20)
 
 
 class Calculation(ToolEnvironment):
-    """One question, whose numbers `a` and `b` the programs know and the model does not."""
+    """One question about two numbers, which programs know as `a` and `b`. The model does not."""
 
     def __init__(self, python: PythonTool) -> None:
         self._python = python
@@ -73,7 +73,7 @@ class Calculation(ToolEnvironment):
         return str(result)
 
     def reward(self) -> Mapping[str, float]:
-        """Return the rewards of the first program: it ran to its end; it printed the answer."""
+        """Return 0.2 if the first program ran to its end, and 0.8 if it printed the answer."""
         has_run = self._ends[:1] == ["ran"]
         return {"ran": 0.2 * has_run, "right": 0.8 * (self._outputs[:1] == [self._answer])}
 
@@ -86,7 +86,7 @@ def call(code: str) -> str:
 
 
 def tiny_tokenizer() -> Any:
-    """A token for each program; all that a tool says is one unknown token."""
+    """Return a tokenizer with one token for each program. All other text is the unknown token."""
     programs = [*(f"print({expression})" for expression in TASKS.values()), *BAD_PROGRAMS]
     made = Tokenizer(models.WordLevel({"<unknown>": 0}, unk_token="<unknown>"))
     made.decoder = decoders.Fuse()
@@ -100,7 +100,7 @@ def tiny_tokenizer() -> Any:
 
 
 def tiny_policy(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
-    """A model with random weights."""
+    """Return a model with random weights drawn with `seed`."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     shape |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -111,7 +111,7 @@ def tiny_policy(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def questions(seed: int, count: int) -> list[dict[str, Any]]:
-    """Rows with a prompt and two numbers, whose sum, difference and product are not equal."""
+    """Return rows with a prompt and two numbers, whose sum, difference and product differ."""
     numbers = random.Random(seed)
     return [
         {
@@ -124,7 +124,7 @@ def questions(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
-    """The reward of each step; prints what became of the programs."""
+    """Train `num_steps` steps and print what the programs did. Returns the reward of each step."""
     tokenizer = tiny_tokenizer()
     policy = tiny_policy(tokenizer, seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=2e-2)
@@ -169,7 +169,7 @@ async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
 
 
 def _ends(batch: Any) -> str:
-    """Count the programs of a batch that ran, failed and were stopped."""
+    """Return a text with the numbers of a batch's programs that ran, failed and were stopped."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     ends = Counter(end for r in rollouts for end in r.state["environment"]["programs"])
     return ", ".join(f"{ends[end]} {end}" for end in ("ran", "failed", "stopped"))

@@ -27,7 +27,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 16, 8, 40
 
 
 def reward(tokens: list[int]) -> float:
-    """The share of tokens that are one more than the token before."""
+    """Return the share of tokens after the first that are one more than the token before."""
     return sum(b == a + 1 for a, b in pairwise(tokens)) / (len(tokens) - 1)
 
 

@@ -2,10 +2,13 @@
 
     rollout train --config-dir examples --config-name store    # store.yaml; a minute on a CPU
 
-A small random model is told "Buy a fig." It has to ask for the price with one tool, and to pay it
-with the other. The warm-up imitates a careless pupil, who in four purchases of five asks for the
-price of the next item on the shelf, and pays that. To ask for the right one the model learns with
-GRPO, from the reward alone. See docs/how-to/environments.md.
+A small random model is told "Buy a fig." It has to ask for the price with one tool and to pay it
+with the other. The warm-up learns from demonstrations, four in five of which ask for the price of
+the next item in ITEMS and pay that. With GRPO the model then learns from the reward alone to ask
+for the right item. See docs/how-to/environments.md.
+
+Used by examples/store.yaml, the config of the job, which names `prompts`, `Store` and
+`store_tokenizer`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ CHAT_TEMPLATE = """
 
 
 class Store(ToolEnvironment):
-    """An episode of one purchase. Only the store knows the prices."""
+    """An episode of one purchase. The model gets prices only from the tool `price`."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         self.prices: dict[str, int] = dict(zip(ITEMS, row["prices"], strict=True))
@@ -67,7 +70,7 @@ class Store(ToolEnvironment):
 
 
 def tasks(seed: int, count: int) -> list[dict[str, Any]]:
-    """Rows with a prompt, and what the store and its reward need to know."""
+    """Return `count` random rows with the prompt, the wanted item and the prices of all items."""
     numbers, rows = random.Random(seed), []
     for _ in range(count):
         prices = [numbers.randint(1, LARGEST_PRICE) for _ in ITEMS]
@@ -82,7 +85,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def purchase(row: Mapping[str, Any], asked: str) -> Iterator[tuple[str, str]]:
-    """Yield each turn of a purchase that pays the price of `asked`: text and reply."""
+    """Yield the model's text and the tool's reply for each turn that pays the price of `asked`."""
     price = row["prices"][ITEMS.index(asked)]
     yield call("price", item=asked), str(price)
     yield call("pay", amount=price), "thanks"
@@ -94,7 +97,7 @@ def next_on_shelf(item: str) -> str:
 
 
 def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem]:
-    """Yield the turns of demonstrated purchases, each with its `answer`."""
+    """Yield a prompt with its column `answer` for each turn of `count` demonstrated purchases."""
     numbers = random.Random(seed)
     for row in tasks(seed, count):
         messages = [{"role": "user", "content": row["prompt"]}]
@@ -112,14 +115,14 @@ def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem
 
 
 def prompts(part: str, seed: int, *, num_held_out: int = 64) -> list[Any]:
-    """The rows of a job: purchases, or for the warm-up the turns of some."""
+    """Return the rows of `part`: "train" and "held_out" purchases, or "warmup" turns of some."""
     if part == "warmup":
         return list(demonstrations(store_tokenizer(), seed, 2_000))
     return tasks(1_000_000, num_held_out) if part == "held_out" else tasks(seed, 10_000)
 
 
 def store_tokenizer() -> Any:
-    """Trained on purchases, so that a call is a few tokens; with a chat template."""
+    """Train a tokenizer on purchases, so that a call is a few tokens. It has a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -2,9 +2,12 @@
 
     python examples/train_trl.py [--steps 60]
 
-TRL computes the loss and takes the optimizer steps. It corrects by the ratio of its log-probs to
-those of the engine, which differ by rounding only. The program prints how the reward rose and the
-largest difference of a log-prob. It needs trl: pip install 'trl>=1.16' reasoning-gym.
+TRL computes the loss and takes the optimizer steps. It corrects the loss by the ratio of its
+probabilities to the engine's, which differ by rounding only. The program prints how the reward rose
+and the largest difference of a log-prob, and writes to outputs/train_trl. It needs trl:
+pip install 'trl>=1.16' reasoning-gym.
+
+Run by people; `benchmarks.trl_step` uses its functions.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ DIRECTORY = Path("outputs/train_trl")
 
 
 def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
-    """Warm up, train with the engine, and write summary.json, which is returned.
+    """Warm up, train `num_steps` steps with the engine, and write summary.json.
 
-    Raises ConfigError if trl is not installed, before anything takes time.
+    Returns the summary. Raises ConfigError if trl is not installed.
     """
     require_trl()
     torch.manual_seed(settings.seed)
@@ -56,7 +59,7 @@ def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
 
 
 def require_trl() -> None:
-    """Raise ConfigError without trl."""
+    """Raise ConfigError if trl is not installed. Silences trl's notice on experimental parts."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         import trl  # noqa: F401
@@ -67,7 +70,7 @@ def require_trl() -> None:
 
 
 async def warm_up_to_the_end(policy: PreTrainedModel, task: Task, settings: JobSettings) -> None:
-    """Warm up the policy as the demo does: GRPO needs some right answers at its start."""
+    """Warm up the policy as the demo does, because GRPO needs some right answers at its start."""
     params = settings.algorithm.sampling_params()
     stage = settings.warmup, params, settings.engine
     async for _ in warm_up(policy, task, settings.seed, *stage):
@@ -82,7 +85,7 @@ def make_trainer(
     rollouts: TRLRollouts | None,
     directory: Path,
 ) -> Any:
-    """A GRPOTrainer of the demo's sizes that generates through `rollouts`, or itself for None."""
+    """Return a GRPOTrainer of the demo's sizes. Without `rollouts` it generates by itself."""
     from datasets import Dataset
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -97,7 +100,7 @@ def make_trainer(
         return reasoning_gym_reward(texts, completion_ids, entries)
 
     def prompt_of(item: PromptItem) -> Any:
-        # TRL tokenizes text with special tokens, which a chat template has written already.
+        # TRL adds special tokens to text, and a rendered text has them already.
         return item.columns["messages"] if isinstance(item.prompt, RenderedText) else item.prompt
 
     trainer = GRPOTrainer(
@@ -117,7 +120,7 @@ def make_trainer(
 
 
 def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
-    """The demo's sizes. A step is one generation, trained on in `num_minibatches` parts."""
+    """Return a GRPOConfig of the demo's sizes, with `num_minibatches` parts per generation."""
     from trl.trainer.grpo_config import GRPOConfig
 
     sizes, num_parts = settings.algorithm, settings.algorithm.num_minibatches
@@ -148,7 +151,7 @@ def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
 
 
 def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over the first and last steps, and the largest difference of a log-prob."""
+    """Return mean rewards of the first and last steps, and the largest difference of a log-prob."""
     rewards = [row["reward"] for row in rows]
     first, last = fmean(rewards[:WINDOW_STEPS]), fmean(rewards[-WINDOW_STEPS:])
     return {

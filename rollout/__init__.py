@@ -1,6 +1,6 @@
 """A rollout engine that runs inside a reinforcement-learning job for language models.
 
-The names that users import. Each is loaded at its first use.
+Has the names that users import. Each is loaded when it is first used.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names

@@ -1,4 +1,4 @@
-"""A rollout engine that lives inside a reinforcement-learning job for language models."""
+"""A rollout engine that runs inside a reinforcement-learning job for language models."""
 
 from rollout.apis.arguments import RolloutGroup as RolloutGroup
 from rollout.apis.async_llm import AsyncLLM as AsyncLLM

@@ -1,4 +1,4 @@
-"""python -m rollout: the command line."""
+"""Runs `rollout.cli.main` for `python -m rollout`, the command line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Host names and TCP addresses: resolves and formats them, and finds the address that others dial.
+"""Functions that resolve host names, format TCP addresses, and find the address that others dial.
 
-Used by the coordinator, weight transports and launchers.
+Used by `rollout.coordinator.net.sockets`, `rollout.apis.async_llm`, `rollout.apis.fleet_processes`,
+`rollout.launch.torchrun`, and in `rollout.weights.transports` by `collective` and `registry`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def resolve_host(host: str) -> str:
-    """Return the IP address of a host name or address, an IPv4 address if there are several.
-
-    Raises ConfigError for an unknown name.
-    """
+    """Return an IP address of `host`, a name or an address. IPv4 is preferred to IPv6. Raises
+    ConfigError for an unknown name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as fault:
@@ -29,11 +28,9 @@ def resolve_host(host: str) -> str:
 
 
 def listening_host(host: str | None, port: int | None) -> str | None:
-    """Return the host at which a coordinator listens.
-
-    It is the given host, loopback if only a port is given, or None without both: a Unix socket that
-    only this user can reach.
-    """
+    """Return the host at which a coordinator listens: `host`, or loopback if only `port` is given.
+    Returns None if neither is given. The coordinator then listens at a Unix socket that only this
+    user can reach."""
     return LOOPBACK if host is None and port is not None else host
 
 
@@ -45,7 +42,8 @@ def tcp_address(host: str, port: int | str) -> str:
 def advertised_host(bound: str, advertise_host: str | None) -> str:
     """Return the host that others dial to reach a socket bound to the address `bound`.
 
-    It is `advertise_host` if given, loopback if all interfaces are bound, else `bound`.
+    It is `advertise_host` if given, loopback if all interfaces are bound, else `bound`. Raises
+    ValueError if `bound` is needed but is not an IP address.
     """
     if advertise_host is not None:
         return advertise_host
@@ -58,8 +56,8 @@ def advertised_host(bound: str, advertise_host: str | None) -> str:
 def own_host(host: str | None, advertise_host: str | None) -> str:
     """Return the host at which others reach this machine, whose coordinator listens at `host`.
 
-    `host` None: no coordinator listens on TCP. The host is loopback then, unless `advertise_host`
-    is given.
+    It is `advertise_host` if given, else loopback if no coordinator listens on TCP (`host` None),
+    else `advertised_host` of an IP address, or the name `host` itself.
     """
     if host is None or advertise_host is not None:
         return advertise_host or LOOPBACK
@@ -70,10 +68,8 @@ def own_host(host: str | None, advertise_host: str | None) -> str:
 
 
 def host_towards(address: str) -> str:
-    """Return this machine's address on the route to tcp://HOST:PORT.
-
-    It is loopback for any other kind of address, and if there is no route.
-    """
+    """Return the IP address from which this machine reaches `address`, tcp://HOST:PORT. Returns
+    loopback for any other kind of address, and if there is no route."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://"):
         return LOOPBACK

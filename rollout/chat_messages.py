@@ -1,6 +1,7 @@
-"""plain_message: a chat message of any client or data set in the form that chat templates expect.
+"""Converts chat messages of clients and data sets to the form that chat templates expect.
 
-Used by the chat API, by prompts from files and by chat environments.
+Used by `rollout.serve.openai.chat_template`, `trainer_hooks.prompts.rows` and
+`trainer_hooks.environments.chat_session`. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ _MAX_SHOWN = 60  # characters of a refused value
 def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> dict[str, Any]:
     """Return a message as chat templates expect it.
 
-    Null values are left out, content in parts becomes one text, and a tool call's arguments in JSON
-    become the object. reads_parts: parts stay, because the template reads them. Raises ValueError
-    that describes the fault.
+    Keys with null values are left out. Content in parts becomes one text, unless `reads_parts` says
+    that the template reads parts. Arguments of tool calls that are JSON text become JSON values.
+    Raises ValueError for a message without a role, and for content that is not text.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
-        raise ValueError("a message needs a role")
+        raise ValueError(
+            f"a message has the role {_shown(plain.get('role'))}; it must be a text such as 'user'"
+        )
     content = plain.get("content")
     if isinstance(content, list):
         text = joined_parts(content)
@@ -54,7 +57,8 @@ def _text_of(part: Any) -> str:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, if they are the JSON of an object."""
+    """Return a tool call with its arguments parsed, if they are JSON text; "" becomes {}. Any other
+    call is returned unchanged."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,11 +1,14 @@
 """ChildProcess: runs `python -m MODULE --child`. The child gets its arguments from its parent and
-ends with it.
+ends when the parent ends.
 
-Used to start engines, coordinators, tensor-parallel ranks and reward workers.
 The child's stdin is a socket in both directions. The parent sends pickled arguments; the child
 answers when it is ready, or sends the error that keeps it from starting. Unlike a process of
 multiprocessing, the child imports the parent's main module only if the arguments need it: importing
 may take seconds, and a main module without the guard `if __name__ == "__main__":` would run.
+
+Used, as parents, by `rollout.launch` (engines and coordinators), `rollout.tensor_parallel` (ranks),
+`rollout.serve.control.process_group` (weight receivers), `trainer_hooks.rewards.processes` and GPU
+benchmarks. The modules that they start call `run_child`.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _NO_CHANGES: Mapping[str, str] = MappingProxyType({})
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """Pickle an argument for `ChildProcess.send`; tensors are copied. Raises ConfigError."""
+    """Return `value` pickled, as an argument for `ChildProcess.send`. Tensors are copied. Raises
+    ConfigError, which names the value by the text `what`, if it cannot be pickled."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # whatever the objects of users raise
@@ -42,12 +46,12 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class ChildProcess:
-    """A child process, started by the constructor. `send` sends the arguments, and `receive`
-    returns the first answer. `pipe` is the parent's end of the connection."""
+    """A child process, started by the constructor. The parent calls `send` once, then `receive`
+    once. `pipe` is the parent's end of the connection, for later messages."""
 
     def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
-        """`environment`: environment variables that differ from this process's. Raises RuntimeError
-        in a child whose parent's main module has no guard."""
+        """Start the child. `environment`: variables that differ from this process's environment.
+        Raises RuntimeError in a child whose parent's main module has no guard."""
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
         self.pipe, theirs = Pipe()
@@ -61,9 +65,8 @@ class ChildProcess:
         self.name = f"process {self.pid} ({module})"
 
     def send(self, *arguments: bytes) -> None:
-        """Send the arguments, each made by `pickled`. Waits until the child has imported its module
-        and reads them. Raises OSError if the child has ended.
-        """
+        """Send the arguments, each made by `pickled`. If they are large, wait until the child has
+        imported its module and reads them. Raises OSError if the child has ended."""
         preparation = self._preparation
         if not any(b"__main__" in argument for argument in arguments):
             preparation.pop("init_main_from_name", None)
@@ -73,9 +76,8 @@ class ChildProcess:
             self.pipe.send_bytes(argument)
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the child's first answer, sent when it is ready. Raises the child's error as a
-        remote one, and ConfigError if the child ended or did not answer in time.
-        """
+        """Return the child's first answer, sent when it is ready. Raises the error that the child
+        sent instead, or ConfigError if it ended or did not answer within `timeout_s`."""
         if not self.pipe.poll(timeout_s):
             raise ConfigError(f"{self.name} did not start within {timeout_s:g} s")
         try:
@@ -94,16 +96,16 @@ class ChildProcess:
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
-        """Send SIGTERM. Does nothing if the child has ended; the same holds for `kill`."""
+        """Send SIGTERM. Does nothing if the child has ended."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL. Does nothing if the child has ended."""
         self._process.kill()
 
 
 def end_of(exit_code: int) -> str:
-    """Return an exit code as text: the number, or the name of the signal."""
+    """Return an exit code of `ChildProcess.wait` as text: the number, or the signal's name."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):
@@ -113,7 +115,7 @@ def end_of(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Block SIGINT in processes started meanwhile: their parent handles Ctrl-C."""
+    """Block SIGINT in this thread and in processes that it starts: their parent handles Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -125,10 +127,11 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def run_child(work: Callable[..., object]) -> None:
-    """Call `work` with the pipe to the parent and the arguments it sent. This is the main function
-    of a child.
+    """Call `work` with the pipe to the parent and the arguments that the parent sent. This is the
+    main function of a child. Replaces stdin and ignores SIGINT.
 
-    An error is sent to the parent, if it still reads, and raised.
+    An exception is sent to the parent, if it still reads, and raised. Exits with 1 if the parent
+    ends before it has sent the arguments.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -151,7 +154,8 @@ def run_child(work: Callable[..., object]) -> None:
 
 
 def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
-    """Set the parent's module search path, and import its main module if the arguments need it."""
+    """Set sys.path as in the parent, and import its main module if the arguments need it. Restore
+    PYTHONPATH to the parent's value `path`; None removes it."""
     del os.environ[_PATH]
     if path is not None:
         os.environ[_PATH] = path
@@ -165,7 +169,8 @@ def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """End this process when its parent ends, also if the parent is killed."""
+    """Start a thread that ends this process once its parent has ended, even by SIGKILL. It sends
+    SIGTERM, and exits 5 s later."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

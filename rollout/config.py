@@ -1,7 +1,8 @@
 """InferenceConfig: all settings of an engine, checked when the config is made.
 
 Values that no device supports are refused here. Values that a particular device does not support
-are refused by `backends.select.create_backend`, once the device is known.
+are refused by `rollout.backends.select.create_backend`, once the device is known. Users make
+configs, and so do `rollout.apis`, the programs of `rollout.cli` and `trainer_hooks.train.job`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ _E = TypeVar("_E", bound=Enum)
 
 
 class KVCacheManagementMode(str, Enum):
-    """The treatment of the KV cache by suspend: keep it, copy it to the host, or drop and recompute
-    it."""
+    """What suspend does with the KV cache: keep it, copy it to the host, or drop it and recompute
+    it after resume."""
 
     PERSIST = "persist"
     OFFLOAD = "offload"
@@ -45,19 +46,20 @@ class KVCacheManagementMode(str, Enum):
 
 
 class PrefixCachingEvictionPolicy(str, Enum):
-    """Eviction of a cached block from the prefix index: with its last user (REF_ZERO), or when its
-    space is needed (LRU).
-    """
+    """When a cached block leaves the prefix index: with its last user (REF_ZERO), or when its
+    memory is needed (LRU)."""
 
     REF_ZERO = "ref_zero"
     LRU = "lru"
 
 
 class PrefixCachingCoordinatorPolicy(str, Enum):
-    """Choice of a coordinator among the engines that have room for a request.
+    """How a coordinator chooses one of the engines that have room for a request.
 
-    LOAD_BALANCED prefers the engine that holds the prompt's prefix as long as its load is bounded,
-    else the least loaded engine.
+    LONGEST_PREFIX chooses the engine that was assigned the longest prefix of the prompt before,
+    FIRST_PREFIX_BLOCK the engine that was assigned its first block, ROUND_ROBIN each in turn.
+    LOAD_BALANCED chooses as LONGEST_PREFIX if that engine's load is not too high, else the least
+    loaded engine.
     """
 
     LONGEST_PREFIX = "longest_prefix"
@@ -93,7 +95,7 @@ _NamedPolicy = Annotated[
 ]
 
 
-# Names of vLLM and SGLang.
+# Settings of vLLM and SGLang -> the setting here, for the error message of an unknown keyword.
 CONFIG_HINTS = {
     "max_model_len": "max_sequence_length",
     "context_length": "max_sequence_length",
@@ -110,15 +112,16 @@ CONFIG_HINTS = {
 @refuses_with_hints(CONFIG_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Config of one engine. Enums accept their string values; sizes whose names end in gb are in
-    GiB. Raises ConfigError, naming field, value and remedy.
+    """Config of one engine. Raises ConfigError, naming field, value and remedy.
+
+    Enums accept their string values. Sizes whose names end in gb are in GiB.
 
     block_size_tokens: tokens of a KV block, a power of two. None: 64 on a CPU, 256 on CUDA.
     buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
         full sequences need, whichever is least.
-    paused_buffer_size_gb: KV that paused requests, which found no block, may hold together;
-        requests beyond it are preempted, newest first. None: the newest request is preempted at
-        once.
+    paused_buffer_size_gb: a request that finds no free block is paused and keeps its KV. Paused
+        requests that hold more than this together are preempted, newest first. None: the newest
+        request is preempted at once.
     max_sequence_length: most tokens of prompt and output together. None: the model's number of
         positions, or the capacity of the KV pool if that is less.
     kv_cache_management_mode: treatment of the KV by suspend: persist, offload or recompute.
@@ -162,7 +165,7 @@ class InferenceConfig:
         Steps that score prompts have up to four more shapes, captured when they are first needed.
     cuda_graph_mixed_prefill_count: captured shapes of steps that also prefill. None: 16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
-    use_flashinfer_fused_rope: refused unless False; the engine has a fused kernel of its own.
+    use_flashinfer_fused_rope: True is refused; the engine has a fused kernel of its own.
     tensor_parallel_size: the number of processes that run the engine together, each with a part of
         every layer; the sizes above are totals of all processes. See docs/tensor_parallel.md.
     tensor_parallel_timeout_s: seconds for which the ranks wait for each other before the engine
@@ -179,10 +182,10 @@ class InferenceConfig:
 
     record_routing: requests record the experts of a mixture that computed their tokens
         (`routing_indices`).
-    track_paused_request_events: requests get a PAUSE event for each step that they are paused.
+    track_paused_request_events: requests get a PAUSE event whenever they are paused.
     track_generated_token_events: requests get an event for each token.
     metrics_writer: an object with `log(metrics)`: wandb, a wandb run or a MetricsLogger.
-    logging_step_interval: steps between two writes to it; 0 writes nothing.
+    logging_step_interval: steps between two writes of step metrics to it; 0 writes none.
     request_metadata_types: refused unless None; tracked metadata is fixed, see
         DynamicInferenceRequest.get_metadata_types.
     """
@@ -256,7 +259,8 @@ class InferenceConfig:
         self._check_pairs()
 
     def _check_pg_collection(self) -> None:
-        """Refuse a pg_collection whose group `tp` does not hold the ranks of this engine."""
+        """Raise ConfigError if pg_collection has no group `tp`, or one of another size than
+        `tensor_parallel_size`."""
         if self.pg_collection is None:
             return
         group: Any = getattr(self.pg_collection, "tp", None)
@@ -273,7 +277,7 @@ class InferenceConfig:
             )
 
     def _check_pairs(self) -> None:
-        """Refuse fields that contradict each other, or that would be silently ignored."""
+        """Raise ConfigError for fields that contradict each other or would be ignored."""
         mode = self.kv_cache_management_mode
         if self.unified_memory_level and self.memory_kind not in ("auto", UNIFIED):
             raise ConfigError(
@@ -321,7 +325,7 @@ class InferenceConfig:
         return dataclasses.replace(self, **changes)
 
 
-# Fields that no device supports unless they have their defaults, with the reasons.
+# Fields of which only the default is supported, with the reason.
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
@@ -334,6 +338,7 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """Return the member of `kind` that `value` is or names. Raises ConfigError."""
+    """Return the member of enum `kind` that `value` is, or whose value it is. Raises ConfigError,
+    naming the argument `name`, for any other value."""
     member: _E = check_value(name, value, kind, ConfigError)
     return member

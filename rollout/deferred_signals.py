@@ -1,6 +1,8 @@
-"""deferred_signals: defers signals whose handlers may raise to the end of a block.
+"""deferred_signals: a `with` block that defers signals, such as Ctrl-C, to its end.
 
-Used by calls that change an engine's state, which an exception halfway would break.
+Used by `rollout.engine.guard`, `rollout.apis.llm` and `rollout.apis.in_process` around calls that
+change an engine's state, which a handler's exception halfway would break. Replaces the process's
+signal handlers within the block.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ _NUMBERS = tuple(
 
 
 class deferred_signals:  # a context manager, used as a function
-    """Run the Python handlers of signals at the end of the block. A second signal is handled at
-    once.
+    """Run the Python handler of a signal at the end of the block. A second signal is handled at
+    once, so that Ctrl-C twice interrupts a block that hangs.
 
-    Does nothing outside the main thread, where no handler runs. Blocks may be nested.
+    Does nothing in other threads, since Python runs handlers in the main thread only. Blocks may be
+    nested.
     """
 
     __slots__ = ("_handlers", "_waiting")

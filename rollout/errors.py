@@ -1,11 +1,14 @@
-"""The exception tree of the engine, and the encoding of errors between processes.
+"""The exceptions of all packages, and their encoding as messages between processes.
+
+`rollout.coordinator`, `rollout.launch`, `rollout.parallel`, `rollout.tensor_parallel`,
+`rollout.serve.control` and `rollout.requests.event` encode and decode errors.
 
 RolloutError
 ├── ConfigError (ValueError)            a configuration that cannot work
 ├── InvalidRequestError (ValueError)    a malformed request, refused before anything is queued
 ├── EventPayloadError (ValueError)      a payload that the event's type does not take
 ├── EngineStateError                    a call that the engine's state does not allow
-├── WeightUpdateError                   an update that was rolled back
+├── WeightUpdateError                   a weight update that was refused or rolled back
 ├── ModelError                          an unknown model type, or a checkpoint that does not fit
 ├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
 ├── DetokenizeError                     the tokenizer raised on tokens of a request
@@ -14,7 +17,7 @@ RolloutError
 ├── IntegrityError                      parts of an engine contradict each other, by a bug
 ├── CoordinatorLostError                the coordinator of a fleet does not answer
 ├── ClientStateError                    a client that is not started, or has ended
-├── RequestAbortedError                 the request was ended by its owner
+├── RequestAbortedError                 the request was aborted before its end
 ├── ContextOverflowError                a request that the context cannot take, now or ever
 │   ├── RequestOverflowError            no row left
 │   ├── TokenOverflowError              no token left in the step
@@ -32,7 +35,7 @@ from typing import Any
 
 
 class RolloutError(Exception):
-    """Base of every error the engine raises. `is_transient`: the same request may succeed later."""
+    """Base of all errors here. `is_transient`: the same call or request may succeed later."""
 
     is_transient: bool = False
 
@@ -50,11 +53,11 @@ class EventPayloadError(RolloutError, ValueError):
 
 
 class EngineStateError(RolloutError):
-    """A call that the engine's state does not allow; names the state and the legal commands."""
+    """A call that the engine's state does not allow."""
 
 
 class WeightUpdateError(RolloutError):
-    """A weight update was rolled back, weights and version untouched; names the tensor or rank."""
+    """A weight update was refused or rolled back; weights and version are as before it."""
 
 
 class ModelError(RolloutError):
@@ -92,11 +95,11 @@ class ClientStateError(RolloutError):
 
 
 class RequestAbortedError(RolloutError):
-    """The request was ended by its owner; the tokens so far are kept."""
+    """The request was aborted before its end; its record has the tokens so far."""
 
 
 class ContextOverflowError(RolloutError):
-    """Request `request_id` does not fit. `message`: what is missing; None if unknown."""
+    """Request `request_id` does not fit. `message`: the reason; None if unknown."""
 
     def __init__(
         self, request_id: int | None, message: str | None = None, *, is_transient: bool = True
@@ -150,7 +153,7 @@ class RemoteError(RolloutError):
 
 
 def _subtree(error_type: type[RolloutError]) -> Iterator[type[RolloutError]]:
-    """Yield `error_type` and everything below it."""
+    """Yield `error_type` and all its subclasses."""
     yield error_type
     for subtype in error_type.__subclasses__():
         yield from _subtree(subtype)
@@ -163,7 +166,7 @@ _ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
 
 
 def utf8_text(text: str) -> str:
-    """Return `text` with lone surrogates escaped, which UTF-8 cannot encode. File names may have
+    """Return `text` with lone surrogates escaped: UTF-8 cannot encode them, and file names may have
     them."""
     return text.encode("utf-8", "backslashreplace").decode()
 

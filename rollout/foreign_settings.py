@@ -1,4 +1,7 @@
-"""Checks of other projects' config objects (TRL, verl) whose settings are translated to ours."""
+"""Checks of other projects' config objects (TRL, verl) whose settings are translated to ours.
+
+Used by `trainer_hooks.trl_settings` and `rollout_verl.fields`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RefusedSetting:
-    """A setting that an engine cannot honour. `neutral`: values without effect, beside None."""
+    """A setting that an engine cannot honour. `neutral`: values that, like None, have no effect.
+    `remedy`: advice for the error message."""
 
     neutral: tuple[Any, ...]
     remedy: str
@@ -21,7 +25,7 @@ class RefusedSetting:
 
 
 def unknown_changes(config: Any, known: Container[str]) -> list[str]:
-    """Return the names of unknown fields of a config dataclass that are not at their defaults.
+    """Return the names of `config`'s fields that are neither in `known` nor at their defaults.
 
     Such fields come with newer versions of the other project. Returns [] unless `config` is a
     dataclass instance.

@@ -1,6 +1,8 @@
 """The text of generated tokens: stop strings, streamed text, and the text of a finished record.
 
-Used by the scheduler's stop rules, by clients that stream, and where records are returned.
+Used by `rollout.engine.input_processor` and `rollout.scheduling.stopping` (StopStrings),
+`rollout.apis.streaming`, `rollout.coordinator.client.pending_requests`, `rollout.serve.samples`,
+`rollout.serve.openai` and `trainer_hooks.rewards.scoring`. `add_text` changes the record it gets.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class StopStrings:
     def word_at_end(self, tokens: Sequence[int], start: int) -> str | None:
         """Return the stop string that the last token completes in the text of `tokens[start:]`.
 
-        If there are several, return the one that begins first; None if there is none. `tokens` must
-        begin with the tokens of the last call. Raises DetokenizeError.
+        If it completes several, return the one that begins first; if it completes none, None.
+        start: number of prompt tokens. Each call must give the tokens of the call before and at
+        least one more. Raises DetokenizeError.
         """
         detokenizer = self._detokenizer
         if detokenizer is None:
@@ -57,10 +60,11 @@ class StopStrings:
 
 
 class StreamedText:
-    """Streams the text of one request's tokens, and holds back text that may begin a stop word.
+    """Streams the text of one request's tokens, and holds back text that may begin a stop word. A
+    stop word is found in the text, and by its own ids, which may decode to another text. The text
+    ends before a stop, and where the tokenizer raises.
 
-    A stop word is found in the text, and by its own ids, which may decode to another text. The text
-    ends if the tokenizer raises. prompt: the ids before the tokens.
+    prompt: the ids before the tokens.
     """
 
     def __init__(
@@ -78,13 +82,13 @@ class StreamedText:
         self._has_ended = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens and return the text that is decided now, possibly none."""
+        """Add tokens and return the new text that belongs to no stop word, possibly ""."""
         shown = "".join(self._push_one(token_id) for token_id in ids)
         self._num_shown += len(shown)
         return shown
 
     def finish(self, generated_text: str | None) -> str:
-        """Return the part of the request's whole text that was not shown yet."""
+        """Return the part of `generated_text`, the whole text, that `push` did not return yet."""
         return (generated_text or "")[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:
@@ -113,23 +117,23 @@ class StreamedText:
         return text[:end]
 
     def _num_clear(self, text: str) -> int:
-        """Return how many first characters of `text` cannot belong to a stop word."""
+        """Return the number of first characters of `text` that cannot belong to a stop word."""
         begun_at = self._word_matches.first_start()
         num_clear = len(text) - self._num_undecided(text)
         return num_clear if begun_at is None else min(num_clear, begun_at - self._num_decided)
 
     def _num_undecided(self, text: str) -> int:
-        """Return how many last characters of `text` may begin a stop string."""
+        """Return the number of last characters of `text` that may begin a stop string."""
         longest = max(map(len, self._words), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if any(w.startswith(text[-n:]) for w in self._words)), 0)
 
 
 class TextOffsets:
-    """Computes the offsets of generated tokens in the generated text, in characters.
+    """Computes the offsets of generated tokens in the generated text, in characters. A token that
+    completes a character has the offset of that character.
 
-    A token that completes a character has the offset of that character. start: offset of the first
-    token. Without a tokenizer the text stays empty.
+    start: offset of the first token. Without a tokenizer every token has the offset `start`.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
@@ -147,15 +151,17 @@ class TextOffsets:
 
 
 class _WordMatches:
-    """Finds the stop words whose token ids the newest ids complete or begin."""
+    """Finds the stop words whose token ids the newest ids complete or begin. The start of a word is
+    an index into the generated text, in characters."""
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._words = words
         self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, number of ids found, start
 
-    def push(self, token_id: int, place: int) -> int | None:
-        """Return the start of the longest word that this id completes; None if there is none."""
-        tried = [*self._begun, *((word, 0, place) for word in self._words)]
+    def push(self, token_id: int, text_start: int) -> int | None:
+        """Add an id whose text begins at `text_start`. Return the start of the longest word that it
+        completes; None if it completes none."""
+        tried = [*self._begun, *((word, 0, text_start) for word in self._words)]
         found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
         self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
         return min((start for word, n, start in found if n == len(word)), default=None)
@@ -175,9 +181,8 @@ def generated_text(
     stop_token_ids: Sequence[int] = (),
 ) -> str:
     """Return the text that generated tokens add to the prompt's text, without the stop at its end.
-
-    Pass stops only if the request ended by a stop. Raises DetokenizeError.
-    """
+    Pass the stop words, their ids and the stop tokens only if the request ended by a stop. Raises
+    DetokenizeError."""
     decoded = _Decoded(tokenizer, prompt)
     text = decoded.text(tokens)
     if stop_words:
@@ -203,10 +208,9 @@ def shown_text(
     stop_word_ids: Sequence[Sequence[int]] | None,
     sampling_params: Mapping[str, Any],
 ) -> str:
-    """Return the text of a request for its user, without its stop unless the params keep it.
-
-    `sampling_params`: as SamplingParams.serialize returns them. Raises DetokenizeError.
-    """
+    """Return the text of a finished request as its user gets it, without the stop at its end. The
+    stop stays if `detokenize_stop_sequence` is set. stop_word_ids: ids of each stop word.
+    sampling_params: as SamplingParams.serialize returns them. Raises DetokenizeError."""
     if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
         return generated_text(tokenizer, tokens, prompt)
     return generated_text(
@@ -266,11 +270,12 @@ def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
 
 
 def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None) -> None:
-    """Set `generated_text` of the segments, which `merge` joins, unless it is set already.
+    """Set `generated_text` of a record's segments, so that `merge` joins them to the whole text.
 
     The stop word or stop token is left out of the text, unless `detokenize_stop_sequence`; it stays
-    in the tokens. If the tokenizer raises, the record gets no text, and the error is among its
-    events. Does nothing without a tokenizer.
+    in the tokens. If the tokenizer raises, the segments get no text, and the error is added to the
+    record's events. Does nothing without a tokenizer, without sampling params, if the text is set
+    already, or if an earlier call failed.
     """
     segments, last = record.requests, record.current
     written = [s for s in segments if s.num_generated_tokens] or [last]

@@ -1,4 +1,7 @@
-"""Reads JSON files that hold an object, such as those of a model directory."""
+"""Functions that read a JSON file whose content is an object, such as a model's config.json.
+
+Used by `rollout.models.checkpoints.reader`, `rollout.text` and `rollout.serve.generation_config`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from rollout.errors import ConfigError, RolloutError
 
 
 def read_object(path: Path, error: type[RolloutError] = ConfigError) -> dict[str, Any]:
-    """Return the object in `path`. Raises `error`, naming the file, if it holds anything else."""
+    """Return the object in the file `path`. Raises `error`, naming the file, if the file holds
+    anything else, and OSError if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as fault:
@@ -21,5 +25,6 @@ def read_object(path: Path, error: type[RolloutError] = ConfigError) -> dict[str
 
 
 def read_optional_object(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, or {} if there is no such file. Raises ConfigError."""
+    """Return the object in the file `path`, or {} if there is no such file. Raises ConfigError if
+    the file holds anything else."""
     return read_object(path) if path.is_file() else {}

@@ -1,6 +1,9 @@
-"""Hints for unknown and former names of settings: the nearest name, other systems' names.
+"""Error texts and class decorators for settings given by an unknown name, a former name, or the
+name that another system uses.
 
-Used by the constructors of configs and by everything that reads settings by name.
+Used by config classes (`rollout.config`, `rollout.sampling_params`, `rollout.serve.config`,
+`trainer_hooks.losses.config`, `trainer_hooks.update`) and by what reads settings by name
+(`rollout.cli`, `rollout.apis.arguments`, `trainer_hooks.train`).
 """
 
 from __future__ import annotations
@@ -18,36 +21,37 @@ T = TypeVar("T")
 
 
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the type of each field that a dataclass is made from, by name."""
+    """Return the type of each field that the constructor of the dataclass `kind` takes, by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
 def is_union(kind: Any) -> bool:
-    """Return whether a type is X | Y."""
+    """Return whether the type `kind` is a union, X | Y or Optional[X]."""
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def remedy_of_unknown(
     name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
 ) -> str:
-    """Return a question for the known name nearest to an unknown one, else `otherwise`.
-
-    cutoff: least ratio of difflib. prefix: text before the known name in the question.
-    """
+    """Return the question whether the known name nearest to `name` is meant. Returns `otherwise` if
+    no name is near. `cutoff`: least similarity, from 0 to 1, as in difflib. `prefix`: text before
+    the known name."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
 def hint_of(name: str, value: Any, hints: Mapping[str, str]) -> str:
-    """Return the error message for a keyword with a name of another system, a key of `hints`."""
+    """Return the error message for the keyword `name`, which another system uses. `hints` maps such
+    keywords to ours, and has `name`."""
     return f"{name}={value!r} is unknown; {name} is {hints[name]} here"
 
 
 def refuses_with_hints(
     hints: Mapping[str, str], error: type[Exception]
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator: keywords that are keys of `hints` raise `error` with our name."""
+    """Return a class decorator: the constructor raises `error` with `hint_of` for keywords that are
+    keys of `hints`."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__
@@ -65,10 +69,8 @@ def refuses_with_hints(
 
 
 def renamed_keywords(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that accepts keywords by their former names, with a warning.
-
-    `names`: former name -> name. A call with both raises TypeError.
-    """
+    """Return a class decorator that accepts keywords by their former names, with a warning. `names`
+    maps former names to today's. A call with both raises TypeError."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__

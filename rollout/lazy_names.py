@@ -1,4 +1,7 @@
-"""lazy_names: makes a package import the module of each of its names at the name's first use."""
+"""lazy_names: makes a package import the module of each of its names at the name's first use.
+
+Used by the `__init__.py` of `rollout`, `rollout.apis` and `rollout.requests`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` and `__all__` of `package`. homes: module -> names in it."""
+    """Return `__getattr__` and `__all__` for `package`. `homes` maps a module to its names,
+    separated by spaces. `__getattr__` also sets the name in the package."""
     home_of = {name: module for module, names in homes.items() for name in names.split()}
 
     def load(name: str) -> Any:

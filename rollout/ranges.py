@@ -8,10 +8,10 @@
         def __post_init__(self) -> None:
             check_fields(self, ConfigError)
 
-Used by every config, by SamplingParams and by command line options. A `bool`, a `Literal`, an enum
-and a dataclass are ranges by themselves. A field of any other type, such as a number or a text,
-needs one of the types below, or `Annotated[kind, range]`: `check_fields` raises TypeError for a
-dataclass with a field that declares no range.
+Used by every config, by SamplingParams and by command line options, in `rollout` and
+`trainer_hooks`. A `bool`, a `Literal`, an enum and a dataclass are ranges by themselves. A field of
+any other type, such as a number or a text, needs one of the types below, or `Annotated[kind,
+range]`: `check_fields` raises TypeError for a dataclass with a field that declares no range.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_SHOWN_BITS = 512  # of an integer; Python refuses to print very long ones
 
 
 class Refused(Exception):
-    """Raised for a value outside of a range. A message is appended to the range's own `text`."""
+    """Raised by `take` for a value outside of the range. Its message is appended to `text()`."""
 
 
 @runtime_checkable
@@ -53,9 +53,10 @@ class ValueRange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from `low` to `high`, both included unless they are `open`; never NaN or infinity.
+    """Numbers from `low` to `high`, both included; never NaN or infinity.
 
-    `unit`: shown in the message. In a field of type `int`, integers must also fit into 64 bits.
+    is_low_open, is_high_open: exclude the bound, in a field of type `float`.
+    unit: shown in the message. In a field of type `int` without a `high`, the highest is 2**63 - 1.
     """
 
     low: float
@@ -97,7 +98,7 @@ class PowersOfTwo:
         return number
 
     def text(self) -> str:
-        """The range."""
+        """Return the range in words."""
         return f"a power of two in [1, {self.high}]"
 
 
@@ -155,9 +156,9 @@ Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that t
 def check_fields(settings: Any, error: type[Exception]) -> None:
     """Check all fields of a dataclass instance, and convert values to the fields' types.
 
-    An enum's value becomes its member, a list a tuple, a NumPy number a Python number. Raises
-    `error`, naming field, value and range, for the first field outside of its range, and TypeError
-    for a field that declares no range.
+    An enum's value becomes its member, a NumPy number a Python number, and a list or tuple the type
+    of its field. Converted values are set in `settings`. Raises `error`, naming field, value and
+    range, for the first field outside of its range, and TypeError for a field without a range.
     """
     kind: Any = type(settings)
     for name, value_range in ranges_of(kind).items():
@@ -168,9 +169,9 @@ def check_fields(settings: Any, error: type[Exception]) -> None:
 
 
 def check_value(name: str, value: Any, kind: Any, error: type[Exception]) -> Any:
-    """Return `value`, an argument of a type such as PositiveInt, converted to that type.
+    """Return the argument `value`, converted to `kind`, a type with a range such as PositiveInt.
 
-    Raises `error`, naming argument, value and range.
+    Raises `error`, naming argument, value and range, for a value outside of the range.
     """
     return _taken(name, value, range_of(kind), error)
 
@@ -323,7 +324,7 @@ class _Instance:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """The members of an enum, each also by its value."""
+    """The members of an enum, and their values."""
 
     kind: type[Enum]
 
@@ -358,7 +359,7 @@ class _Either:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """Lists or tuples of any length, with items of one range. Either type is accepted for both."""
+    """Lists or tuples of any length, with items of one range. Both become the type `kind`."""
 
     kind: type
     item: ValueRange

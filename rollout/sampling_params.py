@@ -1,4 +1,8 @@
-"""SamplingParams: how the tokens of one request are sampled, stopped and reported."""
+"""SamplingParams: how the tokens of one request are sampled, stopped and reported.
+
+Users make them for `generate` and `submit`, and `rollout.serve.sampling` from HTTP requests. The
+engine reads them from each request.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ _TUPLES = ("stop_words", "stop_token_ids", "logit_bias", "allowed_token_ids")
 
 
 class _Temperatures:
-    """The range of `temperature`: 0, which is greedy, or a number to divide float32 logits by."""
+    """The range of `temperature`: 0 for greedy sampling, or the divisor of float32 logits."""
 
     def take(self, value: Any, /) -> Any:
         """Return `value`. Raises Refused."""
@@ -46,7 +50,7 @@ class _Temperatures:
         return value
 
     def text(self) -> str:
-        """The range."""
+        """Return the range in words."""
         return (
             f"0 for greedy sampling, or finite and at least {MIN_TEMPERATURE:g} and at most "
             f"{MAX_TEMPERATURE:g}: beyond them float32 numbers may overflow"
@@ -69,19 +73,20 @@ class _StopWords:
         return tuple(words)
 
     def text(self) -> str:
-        """The range."""
+        """Return the range in words."""
         return "a non-empty string or a list of them"
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenIds:
-    """Ranges of token ids: `least` to `most` different ids, which become an ascending tuple."""
+    """The range of a list of token ids: `least` to `most` different ids. It becomes a tuple, sorted
+    and without repeats."""
 
     least: int
     most: int
 
     def take(self, value: Any, /) -> Any:
-        """Return the ids as a tuple. Raises Refused."""
+        """Return the sorted ids as a tuple. Raises Refused."""
         if not isinstance(value, (list, tuple)) or not all(map(_is_token_id, value)):
             raise Refused
         ids = tuple(sorted(set(value)))
@@ -90,7 +95,7 @@ class _TokenIds:
         return ids
 
     def text(self) -> str:
-        """The range."""
+        """Return the range in words."""
         ids = f"ids in [0, {_MAX_TOKEN_ID}]"
         if self.least:
             return f"a list of {ids}, not empty: no token would be allowed"
@@ -101,7 +106,7 @@ class _Biases:
     """The range of `logit_bias`: a mapping or pairs, which become pairs sorted by id."""
 
     def take(self, value: Any, /) -> Any:
-        """Return (id, bias) pairs by id. Raises Refused."""
+        """Return (id, bias) pairs, sorted by id. Raises Refused."""
         pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
         is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
         if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
@@ -109,13 +114,13 @@ class _Biases:
         return tuple(sorted((token_id, float(bias)) for token_id, bias in pairs))
 
     def text(self) -> str:
-        """The range."""
+        """Return the range in words."""
         return (
             f"a map from ids in [0, {_MAX_TOKEN_ID}] to numbers in [{-_MAX_BIAS:g}, {_MAX_BIAS:g}]"
         )
 
 
-# Names of vLLM, SGLang and TRL.
+# Names in vLLM, SGLang and TRL -> the name here, for the error message of an unknown keyword.
 SAMPLING_HINTS = {
     "max_tokens": "num_tokens_to_generate",
     "max_new_tokens": "num_tokens_to_generate",
@@ -132,8 +137,8 @@ SAMPLING_HINTS = {
 class SamplingParams:
     """Immutable sampling settings of one request.
 
-    Raises InvalidRequestError (a ValueError) for a value outside of its range, and for two token
-    limits.
+    Raises InvalidRequestError (a ValueError) for a value outside of its range, for two token
+    limits, and for min_tokens above num_tokens_to_generate.
 
     temperature: 0 is greedy; otherwise in [MIN_TEMPERATURE, MAX_TEMPERATURE].
     top_k: only the k most likely tokens can be sampled; 0 switches it off.
@@ -145,7 +150,7 @@ class SamplingParams:
         generates one token and drops it.
     num_tokens_total: limit on prompt and new tokens. Without a limit a request ends at the engine's
         longest sequence.
-    termination_id: the end token. None: the tokenizer's end token; -1: none.
+    termination_id: the end token. None: the end tokens of tokenizer and model; -1: no end token.
     stop_words: a string or several, which end the request when they occur in the generated text or
         among its tokens. They need a tokenizer, and are kept as a tuple.
     ignore_eos: the end token does not end the request.

@@ -1,8 +1,10 @@
 """Measurements of an engine (SchedulerCounts, StepStats, RankUse), the MetricsWriter protocol, and
 ObserverGuard, which keeps exceptions of metrics writers and views away from the engine.
 
-The scheduler, EngineCounters and the worker make the measurements. EngineCounters passes StepStats
-to the MetricsWriter; EngineStats (rollout.control.reports) carries the others.
+Used by `rollout.scheduling.scheduler`, `rollout.engine.counters`, `rollout.worker` and
+`rollout.tensor_parallel.executor`, which make the measurements, and by `rollout.control.reports`
+and `rollout.serve.metrics`, which report them. ObserverGuard is used by `rollout.apis.progress`,
+`rollout.engine.counters`, `trainer_hooks.metrics.logger` and `trainer_hooks.train.samples`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class ObserverGuard:
         self.num_failures = 0
 
     def call(self, observe: Callable[..., object], *arguments: Any) -> None:
-        """Call `observe`. Raises only interrupts, such as KeyboardInterrupt."""
+        """Call `observe(*arguments)`. Raises no Exception; KeyboardInterrupt and its like pass."""
         try:
             observe(*arguments)
         except Exception:
@@ -52,7 +54,7 @@ class ObserverGuard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerCounts:
-    """Counts of a scheduler: requests by phase, and blocks of the KV pool.
+    """Counts of a scheduler: requests by phase, and blocks of the KV cache.
 
     num_without_room: waiting requests for which the last step had no room. The other waiting
     requests came later, or wait for the prefill of their group's prompt. num_blocks_used: blocks
@@ -82,7 +84,7 @@ class StepStats(SchedulerCounts):
     weights_version: int
 
     def as_metrics(self, prefix: str = "engine/last_step/") -> dict[str, float]:
-        """Return the fields as metrics for a MetricsWriter, named `prefix` + field."""
+        """Return the fields, the inherited counts included, as metrics named `prefix` + field."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -91,7 +93,7 @@ class RankUse:
     """Resources of one rank of an engine: bytes in use now, and seconds spent since its start.
 
     engine: number of the engine in the fleet. kv_bytes, weights_bytes: reserved bytes, 0 while
-    released. *_on_host_bytes: host copies that resume will restore. lora_base_bytes: host copy of
+    released. *_on_host_bytes: host copies that `resume` will restore. lora_base_bytes: host copy of
     the adapted weights without their adapter. rss_bytes: resident set size of the process; 0 where
     the system does not report it. cpu_seconds: CPU time of all threads. wait_seconds: time the host
     waits for other ranks in collectives. With torch.distributed it includes the transfers; with

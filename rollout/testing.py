@@ -1,11 +1,11 @@
-"""FakeLLM and FakeAsyncLLM: LLMs without a model, for users' tests of their training loops.
+"""FakeLLM and FakeAsyncLLM: LLMs without a model, for tests of users' training loops.
 
     llm = FakeLLM(lambda prompt, seed: [seed % 7, 2])
     request = llm.generate([5, 6], SamplingParams(return_log_probs=True))
 
-FakeLLM is an LLM whose runtime answers prompts by a script. It returns real requests, with a
-weights version for each token, keeps the weights of the latest update by name, and refuses a call
-in the wrong state with the errors of LLM. It serves no HTTP.
+A script gives the tokens of each prompt. The result is a real request, with a weights version for
+each token. A FakeLLM keeps the weights of the latest update by name, and refuses a call in the
+wrong state with the errors of LLM. It serves no HTTP. Only tests import this module.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ from rollout.weights.version import next_version
 class Completion:
     """A script's answer to a prompt.
 
-    tokens: generated ids; `num_tokens_to_generate` cuts them. logprobs: one per token; -1.0 each by
-    default. error: the request fails with this message after its tokens.
+    tokens: generated ids; `num_tokens_to_generate` cuts them.
+    logprobs: one per token; None for -1.0 each.
+    error: the request fails with this message after its tokens; None if it completes.
     """
 
     tokens: Sequence[int]
@@ -72,7 +73,7 @@ class Completion:
     error: str | None = None
 
 
-# Called with the prompt's ids and the request's seed; ids alone are a Completion of them.
+# Called with the prompt's ids and the request's seed. Ids alone stand for Completion(tokens=ids).
 Script = Callable[[list[int], int], Completion | Sequence[int]]
 
 
@@ -83,7 +84,11 @@ def echo(prompt: list[int], seed: int) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class _Sample:
-    """A request in generation. `kv`: the version that wrote the KV of each position so far."""
+    """An unfinished request.
+
+    num_wanted: number of tokens to generate.
+    kv: the weights version that wrote the KV of each position so far.
+    """
 
     request: DynamicInferenceRequest
     completion: Completion
@@ -95,7 +100,7 @@ class _Sample:
         return self.request.num_generated_tokens >= self.num_wanted
 
     def add_token(self, version: int) -> None:
-        """Generate one token under `version`, which also writes the KV that is missing."""
+        """Append one token under weights `version`, which also writes the KV that is missing."""
         request = self.request
         self.kv += [version] * (request.num_tokens - len(self.kv))
         request.generated_tokens.append(self.completion.tokens[request.num_generated_tokens])
@@ -104,7 +109,8 @@ class _Sample:
         request.context_kv_version_mean.append(fmean(self.kv))
 
     def end(self, version: int, error: RolloutError | None, tokenizer: Tokenizer | None) -> None:
-        """Complete the request; `error`: fail it."""
+        """End the request: completed, or failed by `error` or the completion's own error. Decodes
+        its text if there is a `tokenizer`."""
         request, count = self.request, self.request.num_generated_tokens
         if self.completion.error is not None and error is None:
             error = RolloutError(self.completion.error)
@@ -129,8 +135,9 @@ class _Sample:
 class ScriptedRuntime:
     """The runtime of a FakeLLM: it runs requests and control calls as InProcessRuntime does.
 
-    weights: the tensors of the latest update, by name. calls: the names of the control calls that
-    did something, in order. released: names of the resources whose memory is released.
+    weights: the tensors of the latest update, by name; empty after they were discarded.
+    calls: the names of the control calls that did something, in order.
+    released: names of the resources whose memory is released.
     """
 
     def __init__(
@@ -144,9 +151,10 @@ class ScriptedRuntime:
         self._script, self.tokenizer, self.seed = script, tokenizer, seed
         self.weights_version = weights_version
         self.weights: dict[str, torch.Tensor] = {}
+        self._lacks_weights = False  # they were discarded
         self.calls: list[str] = []
         self.released: set[str] = set()
-        # The KV mode of a suspend without one, and that of the latest suspend.
+        # The KV mode of a suspend that names none, and the KV mode of the latest suspend.
         self._default_mode = self._mode = as_enum("mode", KVCacheManagementMode, default_mode)
         self._machine = StateMachine()
         self._samples: dict[int, _Sample] = {}  # unfinished ones, by request id
@@ -164,7 +172,7 @@ class ScriptedRuntime:
     ) -> list[list[int]]:
         """Queue all groups or none. Returns the request ids of each.
 
-        Raises InvalidRequestError, and EngineStateError once stopped.
+        Raises InvalidRequestError for a malformed prompt, and EngineStateError once stopped.
         """
         self._machine.require(EngineState.RUNNING, *QUIET, to="add a request")
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
@@ -222,18 +230,18 @@ class ScriptedRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state; return them."""
+        """End requests now, in any state. Returns what `take_ended` returns."""
         for request_id in request_ids:
             self._end(request_id, RequestAbortedError("aborted by its owner"))
         return self.take_ended()
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now, without a result."""
+        """Remove unfinished requests without a result."""
         for request_id in request_ids:
             self._samples.pop(request_id, None)
 
     def _end(self, request_id: int, error: RolloutError | None = None) -> None:
-        """Complete a request; `error`: fail it."""
+        """Complete an unfinished request, or fail it by `error`."""
         sample = self._samples.pop(request_id)
         sample.end(self.weights_version, error, self.tokenizer)
         self._ended.append(sample.request)
@@ -241,7 +249,7 @@ class ScriptedRuntime:
     # ---- control calls: the methods that commands call
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call. Raises as Engine.do does."""
+        """Run a control call. Raises EngineStateError if it is illegal now."""
         self._machine.require_legal(command.transition)
         return command.run(self)
 
@@ -249,6 +257,10 @@ class ScriptedRuntime:
         self._enter(PAUSE)
 
     def unpause(self) -> None:
+        if self._lacks_weights:
+            raise EngineStateError(
+                "cannot unpause: the weights were discarded; commit a full update first"
+            )
         self._enter(UNPAUSE)
 
     def _enter(self, transition: Transition) -> None:
@@ -271,7 +283,7 @@ class ScriptedRuntime:
             for sample in self._samples.values():
                 sample.kv.clear()
         if discard_weights:
-            self.weights = {}
+            self.weights, self._lacks_weights = {}, True
         released = [resource for resource in release if resource not in self.released]
         self.released.update(release)
         return SuspendReport(
@@ -311,6 +323,7 @@ class ScriptedRuntime:
                 raise WeightUpdateError(f"{name!r} holds values that are not finite")
         self.calls.append("update_weights")
         self.weights, self.weights_version = weights, version
+        self._lacks_weights = False
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
         return WeightUpdateReport(
             version=version, seconds=0.0, stall_seconds=0.0, num_bytes=num_bytes, checksum=""
@@ -356,11 +369,11 @@ class ScriptedRuntime:
 
 
 class FakeLLM(LLM):
-    """An LLM whose completions a script gives.
+    """An LLM that takes its completions from a script.
 
-    Each step generates a token of every unfinished request, under the version that is served then:
-    `submit`, `step`, an update and `collect` make requests of several versions. A suspend with mode
-    "recompute" lets later steps write all KV anew.
+    Each step generates one token of every unfinished request, under the weights version at that
+    time. So an update between `submit` and `collect` gives requests of several versions. After a
+    suspend with mode "recompute" the next step writes all KV again.
     """
 
     def __init__(
@@ -372,7 +385,7 @@ class FakeLLM(LLM):
         seed: int = 0,
         kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.PERSIST,
     ) -> None:
-        """`script` answers prompts. The other arguments are those of LLM."""
+        """`script` gives the tokens of each prompt. The other arguments are as in LLM."""
         own = tokenizer_of(None, tokenizer)
         mode = kv_cache_management_mode
         self._scripted = ScriptedRuntime(script, own, weights_version, seed, mode)
@@ -402,8 +415,8 @@ class FakeLLM(LLM):
 class FakeAsyncLLM(AsyncControlCalls):
     """AsyncLLM's methods for a training loop, over a FakeLLM.
 
-    `token_wait` is awaited before each step: by default other tasks run between two tokens. While
-    `llm` is not RUNNING, requests wait.
+    `token_wait` is awaited before each step; by default it lets other tasks run between two tokens.
+    While `llm` is not RUNNING, requests wait.
     """
 
     def __init__(
@@ -430,7 +443,7 @@ class FakeAsyncLLM(AsyncControlCalls):
         *,
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end, as AsyncLLM.generate does. Cancelling aborts them."""
+        """Generate until all prompts have ended. Cancelling the task aborts them."""
         groups, is_single = as_groups(prompts, sampling_params, n)
         with self.llm._submitted(groups, priority) as group_ids:
             while self._has_unfinished(group_ids):
@@ -449,7 +462,7 @@ class FakeAsyncLLM(AsyncControlCalls):
         return self.llm._groups.has_unfinished(group_ids)
 
     async def do(self, command: Command[R]) -> R:
-        """Do a control call. Raises as AsyncLLM.do does."""
+        """Run a control call. Raises EngineStateError if it is illegal now."""
         try:
             return self.llm.do(command)
         finally:
@@ -458,11 +471,11 @@ class FakeAsyncLLM(AsyncControlCalls):
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Keep the tensors in `llm.weights`, and serve `version`."""
+        """Keep the tensors in `llm.weights`, and serve them as `version` (None: the next one)."""
         return self.llm.update_weights(named_tensors, version, in_flight)
 
     async def shutdown(self) -> None:
-        """End, from any state. Unfinished requests are FAILED."""
+        """Stop `llm` for good, from any state. Unfinished requests are FAILED."""
         self.llm.shutdown()
         self._has_changed.set()
 

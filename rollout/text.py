@@ -1,7 +1,8 @@
 """Tokenizers: the Tokenizer protocol, the Hugging Face adapter, and incremental detokenization.
 
-Used by the LLM classes, the engine, the coordinator's client, the server and trainer_hooks to
-encode prompts and decode generated tokens. It reads tokenizer files and writes none.
+Used by `rollout.apis`, `rollout.cli`, `rollout.engine`, `rollout.coordinator.client`,
+`rollout.serve`, `rollout.generated_text`, `rollout.testing` and `trainer_hooks` to encode prompts
+and decode generated tokens. It reads tokenizer files and writes none.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class HFTokenizer:
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
     ) -> None:
-        """Raises ConfigError for a `tokenizers.Tokenizer` without transformers installed."""
+        """Wrap `tokenizer`. Raises ConfigError if transformers is needed but not installed."""
         if not hasattr(tokenizer, "eos_token_id"):
             tokenizer = _transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         self._loaded, self._pickled = tokenizer, b""
@@ -215,11 +216,9 @@ class HFTokenizer:
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token.
-
-        A byte-level token is spelled in GPT-2's byte alphabet, or as `<0xE2>`. Any other token is
-        UTF-8 text.
-        """
+        """Return the bytes that a token stands for. The vocabulary spells a byte-level token in
+        GPT-2's byte alphabet, or as `<0xE2>`. Any other token is text, whose UTF-8 bytes are
+        returned."""
         (token,) = self.tokens_of([token_id])
         if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes.fromhex(found[1])
@@ -230,19 +229,17 @@ class HFTokenizer:
 
     @cached_property
     def replaces_byte_runs(self) -> bool:
-        """Whether `decode` turns a run of byte tokens into U+FFFD if one byte of it is broken, as
-        the ByteFallback decoder does."""
+        """Whether one broken byte makes `decode` replace the whole run of byte tokens by U+FFFD, as
+        the ByteFallback decoder does. True if a class overrides decoding, since it may do so."""
         backend = self._decoding_backend
         if backend is None:
             return True
         return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     def _encoding_backend(self) -> Any:
-        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with.
-
-        It takes two thirds of transformers' time. Returns None if it would encode differently from
-        transformers: the class overrides encoding, or an earlier call left settings in it.
-        """
+        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with. It encodes in
+        two thirds of transformers' time. Returns None if it would encode differently from
+        transformers: the class overrides encoding, or an earlier call left settings in it."""
         if not self._encodes_plainly:
             return None
         tokenizer = self.hf_tokenizer
@@ -260,10 +257,8 @@ class HFTokenizer:
 
     @cached_property
     def _decoding_backend(self) -> Any:
-        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with.
-
-        It takes a third of transformers' time. None if the class overrides decoding.
-        """
+        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with. It decodes in a
+        third of transformers' time. None if the class overrides decoding."""
         is_plain = self._is_plain("decode", "_decode")
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
 
@@ -322,10 +317,8 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 def as_tokenizer(source: Any) -> Tokenizer:
     """Return `source`, a Tokenizer, a model directory or a Hugging Face tokenizer, as a Tokenizer.
-
-    Raises TypeError for another `source`, and ConfigError if it needs transformers, which is not
-    installed.
-    """
+    Raises TypeError for another `source`. Raises ConfigError for a directory without a readable
+    tokenizer, and if transformers is needed but not installed."""
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
     if isinstance(source, Tokenizer):
@@ -338,8 +331,8 @@ def as_tokenizer(source: Any) -> Tokenizer:
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
     """Return `tokenizer` as a Tokenizer; if it is None, the tokenizer in the directory `model`.
 
-    Returns None if `model` is no directory with a tokenizer. Without transformers it logs that
-    prompts must be token ids, and returns None.
+    Returns None if `model` is not a directory with a tokenizer. If it is, but transformers is not
+    installed, logs that prompts must be token ids and returns None. Raises as `as_tokenizer` does.
     """
     if tokenizer is not None:
         return as_tokenizer(tokenizer)
@@ -352,11 +345,9 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
-    """Encode a text prompt as transformers' `tokenizer(text)` does, with special tokens.
-
+    """Return the ids of a text prompt with special tokens, as transformers' `tokenizer(text)` does.
     No special tokens are added to a RenderedText. For a Tokenizer other than HFTokenizer, its
-    `encode` decides. add_bos: the ids begin with the BOS token even if the tokenizer adds none.
-    """
+    `encode` decides. add_bos: whether to put the BOS token first if the tokenizer did not."""
     (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         return [tokenizer.bos_id, *ids]
@@ -380,11 +371,11 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]
 
 
 def context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
-    """Return the last ids of `prompt`, enough of them to decode a completion after them.
+    """Return the last ids of `prompt`: as many as are needed to decode a completion after them.
 
     A decoder may strip the first space of a text, so a completion is decoded together with ids
-    before it, which must have text. They begin at a whole character, unless `prompt` ends within a
-    character.
+    before it that have text. The returned ids begin at a whole character, unless `prompt` ends
+    within a character.
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
     for size in sizes:
@@ -405,10 +396,10 @@ def _doubled(size: int) -> Iterator[int]:
 class IncrementalDetokenizer:
     """Decodes a growing list of ids piece by piece.
 
-    No piece has half a UTF-8 character, and no text is returned twice. All pieces together are the
-    text that the ids add to the text of `context`, the ids before them. The work per call does not
-    grow with the text: only the ids of the last two pieces are decoded again, or a few dozen ids of
-    broken UTF-8.
+    `context` holds the ids before the list. The pieces, joined, are the text that the list adds to
+    the text of `context`. No piece ends within a UTF-8 character, and no text is returned twice.
+    The work per call does not grow with the text: only the ids of the last two pieces are decoded
+    again, or a few dozen ids of broken UTF-8.
 
     Some decoders replace a whole run of bytes by U+FFFD if its end is broken. Pieces that were
     returned before keep their text.
@@ -450,7 +441,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text, with U+FFFD for incomplete characters."""
+        """Return the rest of the text, with U+FFFD for incomplete characters. Clears the state."""
         text = self._tokenizer.decode(self._window)
         if _REPLACEMENT in text and not text.startswith(self._emitted):
             piece = self._tokenizer.decode(self._window[self._num_context_ids :])
@@ -505,6 +496,6 @@ def text_after(tokenizer: Tokenizer, context: Sequence[int], ids: Sequence[int])
 
 
 def complete_length(text: str) -> int:
-    """Return how many leading characters of `text` no further token can change."""
+    """Return the number of leading characters of `text` that no further token can change."""
     tail = text[-_MAX_PENDING_BYTES:]
     return len(text) - (len(tail) - len(tail.rstrip(_REPLACEMENT)))

@@ -1,7 +1,7 @@
 """VersionSpans: the weights version of each entry of a sequence, stored as runs.
 
-A request keeps one for the versions that sampled its tokens and one for the versions that wrote
-its KV. The scheduler and the prefix index keep KV versions.
+A request has one for the versions that sampled its tokens, one for the versions that wrote its KV.
+Used by `rollout.requests`, `rollout.engine`, `rollout.scheduling` and `rollout.blocks`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class VersionSpans:
     have different versions, so equal sequences compare equal however they were appended.
     """
 
-    # All runs but the last one are closed. Copies share the list of closed runs: each counts how
-    # many of them are its own, and copies the list before it would overwrite another's run.
+    # All runs but the last one are closed. Copies share the list of closed runs. Each object counts
+    # how many of them it has, and copies the list before it would overwrite a run of another.
     __slots__ = ("_closed", "_length", "_num_closed", "_version", "last_run")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
@@ -64,7 +64,7 @@ class VersionSpans:
         return f"VersionSpans({runs})"
 
     def append(self, count: int, version: int) -> None:
-        """Add `count` entries of `version`. Raises ValueError if `count` < 0.
+        """Add `count` entries of `version` at the end. Raises ValueError if `count` < 0.
 
         O(1), or O(runs) if a copy that shares runs with this object has been appended to.
         """
@@ -109,7 +109,7 @@ class VersionSpans:
         return part
 
     def copy(self) -> VersionSpans:
-        """Return an independent copy in O(1). The two share their runs until both append."""
+        """Return an independent copy in O(1). Both share the list of runs until both append."""
         other = VersionSpans()
         other._closed, other._num_closed = self._closed, self._num_closed
         other.last_run = self.last_run
@@ -162,7 +162,7 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, runs: Sequence[int]) -> VersionSpans:
-        """Return the spans of a list that `serialize` returned.
+        """Return the VersionSpans of a list that `serialize` returned.
 
         Raises ValueError if the list has an odd length or a negative count.
         """

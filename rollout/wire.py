@@ -1,6 +1,8 @@
-"""Field types of messages: bounded numbers, columns of numbers, packed plain values.
+"""Base classes and field types of the structs that processes send each other: bounded numbers,
+columns (arrays of one dimension), plain values. `pack` and `unpack` convert values to msgpack.
 
-The structs of commands, token runs and coordinator messages are built of them.
+Used by `rollout.control.commands`, `rollout.requests.token_runs`, `rollout.weights.source` and the
+modules of `rollout.coordinator`. Keeps no state.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
 MAX_PLAIN_BYTES = 2**20
 MAX_PLAIN_DEPTH = 8
 MAX_ITEMS = 2**17
-# Exceptions of msgspec; malformed UTF-8 is a ValueError.
+# Exceptions that msgspec raises for bad data; malformed UTF-8 is a ValueError.
 FAULTS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -37,19 +39,20 @@ Version = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]  # the bounds exclude NaN
 Uuid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Name = Annotated[str, Meta(max_length=1024)]
-# None, bool, int, float, str, bytes, lists and maps with string keys, nested.
+# Values are None, bool, int, float, str, bytes, lists, and maps with string keys, nested.
 PlainMap = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The number format of a column: little-endian, negative numbers only if `is_signed`."""
+    """The number format of a column: little-endian. Numbers below 0 are allowed if `is_signed`."""
 
     dtype: np.dtype[Any]
     is_signed: bool
 
     def read(self, packed: bytes) -> npt.NDArray[Any]:
-        """Return a read-only view of received bytes. Raises ProtocolError."""
+        """Return a read-only view of received bytes. Raises ProtocolError for a wrong length or a
+        forbidden sign."""
         itemsize = self.dtype.itemsize
         if len(packed) % itemsize:
             raise ProtocolError(f"{len(packed)} bytes are not a multiple of {itemsize}")
@@ -61,8 +64,8 @@ class Column:
         return array_N
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
-        """Return a sender's numbers as an array of the dtype. Raises ProtocolError if they do not
-        fit. An array that has the dtype already is not checked."""
+        """Return a sender's numbers as an array of the dtype. Raises ProtocolError unless they are
+        one-dimensional and fit. An array that has the dtype already is taken to fit."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -78,8 +81,8 @@ class Column:
 
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
-    """Return the annotation of a column: bytes for msgspec, which accepts any value for a type that
-    it does not know."""
+    """Return the type annotation of a column. It says bytes, so that msgspec refuses any other
+    received value; for a type that it does not know, it would accept any value."""
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
@@ -101,7 +104,8 @@ else:
 
 
 class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
-    """Base of messages and their parts. Equal if types and packed bytes are equal; not hashable."""
+    """Base of messages and their parts. Two are equal if their types and packed bytes are equal.
+    They are not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -112,14 +116,14 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Message(WireData, frozen=True):
-    """Base of messages. Each message is one frame; the tag of its class is the header."""
+    """Base of messages. Each is sent as one frame: an array that begins with its class's tag."""
 
 
 class WithColumns(WireData, frozen=True):
-    """Base of messages and parts with columns, given as numbers or received as bytes."""
+    """Base of messages and parts with columns. Senders give numbers; receivers get bytes."""
 
     def __post_init__(self) -> None:
-        """Convert the columns to arrays. Raises ProtocolError naming the field."""
+        """Convert the columns, but for None, to arrays. Raises ProtocolError naming the field."""
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
             if value is None:
@@ -138,7 +142,7 @@ class WithColumns(WireData, frozen=True):
 
 @cache
 def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
-    """Return the format of each column of a struct, by name."""
+    """Return the format of each column of a struct, by the field's name."""
     found: dict[str, Column] = {}
     for name, hint in get_type_hints(cls, include_extras=True).items():
         for annotation in (hint, *get_args(hint)):  # also the parts of `Float32s | None`
@@ -149,7 +153,8 @@ def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Raise ProtocolError unless `value` consists of plain values and is not nested too deep."""
+    """Raise ProtocolError unless the field's `value` consists of plain values (see `PlainMap`) and
+    is nested no deeper than MAX_PLAIN_DEPTH. `name` is the field's name in the message."""
     pending = [(value, MAX_PLAIN_DEPTH)]
     while pending:
         value, depth_left = pending.pop()
@@ -169,7 +174,7 @@ def check_plain(name: str, value: Any) -> None:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value or message as msgpack. Raises ProtocolError if msgpack cannot carry it."""
+    """Return a value or message as msgpack. Raises ProtocolError for a type that msgpack lacks."""
     try:
         return _encoder.encode(value)
     except FAULTS as fault:
@@ -177,10 +182,11 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(packed: bytes | msgspec.Raw, max_bytes: int = MAX_PLAIN_BYTES) -> Any:
-    """Return the plain value in `packed`. Raises ProtocolError if it is malformed or too large."""
+    """Return the plain value in `packed`. Raises ProtocolError if `packed` is malformed or longer
+    than `max_bytes`."""
     num_bytes = memoryview(packed).nbytes
     if num_bytes > max_bytes:
-        raise ProtocolError(f"{num_bytes} bytes of plain values, at most {max_bytes} are allowed")
+        raise ProtocolError(f"{num_bytes} bytes of plain values; at most {max_bytes} are allowed")
     try:
         return msgspec.msgpack.decode(packed)
     except FAULTS as fault:

@@ -1,4 +1,6 @@
-"""python -m rollout_verl: checks that verl finds this backend, and prints why not."""
+"""The program `python -m rollout_verl`: checks whether verl finds this backend, and prints why not.
+
+Run by people. It imports verl and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ ENTRY_POINT_GROUP, OLDEST_VERL = "verl.plugins", (0, 9)
 
 
 def main() -> int:
-    """Print one line for each check; returns 0 if all hold, else 1."""
+    """Print one line for each check, up to the first that fails. Return 0 if all pass, else 1."""
     for check in (_installed_verl, _entry_point, _plugin_policy, _registered_classes):
         try:
             print(f"ok: {check()}")
-        except Exception as error:  # verl hides these
+        except Exception as error:  # verl logs such errors only at DEBUG
             print(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
     return 0
@@ -44,7 +46,7 @@ def _plugin_policy() -> str:
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if policy != "auto" and "rollout" not in policy.split(","):
         raise RuntimeError(
-            f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out; unset it, or add rollout"
+            f"VERL_USE_EXTERNAL_PLUGINS={policy} does not list rollout; unset it, or add rollout"
         )
     return f"VERL_USE_EXTERNAL_PLUGINS={policy}"
 

@@ -1,6 +1,6 @@
-"""ServerAdapter: sends a trainer rank's weights to the actor of its replica and frees its memory.
+"""ServerAdapter: sends the trainer's weights to a replica's actor and frees the actor's memory.
 
-Used by verl's trainer workers, one per rank.
+verl's trainer workers create one per rank, by the name that `rollout_verl.plugin` registers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
 
 
 class ServerAdapter(BaseRollout):
-    """Connects a trainer rank to its replica. The first rank calls the actor; others only
-    gather.
-    """
+    """Connects a trainer rank to the EngineServer of its replica. The first rank of a replica calls
+    the actor. The other ranks only help to gather weights."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
-        # Number of ranks of a replica: those of all its engines.
+        # The number of a replica's ranks, over all its engines.
         world_size = self.config.data_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // world_size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % world_size == 0
@@ -42,12 +41,14 @@ class ServerAdapter(BaseRollout):
         return self._server
 
     async def resume(self, tags: list[str]) -> None:
-        """Restore the memory of "weights" or "kv_cache"."""
+        """Restore the engines' memory of `tags`: "weights", "kv_cache". No-op unless
+        `free_cache_engine` is set."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._handle.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        """Release the memory of weights and KV cache."""
+        """Release the engines' memory of weights and KV cache. No-op unless `free_cache_engine` is
+        set."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._handle.sleep.remote()
 
@@ -62,7 +63,9 @@ class ServerAdapter(BaseRollout):
     ) -> None:
         """Send all tensors through a directory in shared memory, and wait for the commit.
 
-        Raises ConfigError for deltas and adapters, and WeightUpdateError if the update fails.
+        `global_steps` is the trainer's step. Ranks other than the first only read `weights`. Raises
+        ConfigError for a `wire_format` other than "named_tensors" and for adapters, and
+        WeightUpdateError if the update fails.
         """
         if wire_format != "named_tensors":
             raise ConfigError(f"wire_format={wire_format!r} is not supported; use 'named_tensors'")
@@ -73,7 +76,7 @@ class ServerAdapter(BaseRollout):
             if self.is_leader_rank:
                 await self._send(pairs, global_steps)
         finally:
-            async for _ in pairs:  # gathering is a collective: no rank leaves it early
+            async for _ in pairs:  # gathering is a collective: every rank reads to the end
                 pass
 
     async def _send(

@@ -1,6 +1,7 @@
-"""Tables of the fields of verl's RolloutConfig: used, without effect, or refused.
+"""Checks of verl's RolloutConfig, by tables of its fields: used, without effect, or refused.
 
-Used when a replica starts. The tables hold every field of verl 0.9.1.
+Used by EngineReplica before it starts the actor, and by `rollout_verl.settings`. The tables have
+every field of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from rollout.errors import ConfigError
 from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
-# Key of rollout.engine_kwargs that holds fields of InferenceConfig.
+# Key of rollout.engine_kwargs under which fields of InferenceConfig are given.
 ENGINE_KWARGS = "rollout"
 
 USED = frozenset(
@@ -29,7 +30,7 @@ USED = frozenset(
     }
 )
 
-_SAY_BUFFER = "set engine_kwargs.rollout.buffer_size_gb, an amount; this field is then ignored"
+_SAY_BUFFER = "set engine_kwargs.rollout.buffer_size_gb; this field is then ignored"
 
 REFUSED: Mapping[str, RefusedSetting] = {
     "pipeline_model_parallel_size": RefusedSetting((1,), "use tensor_model_parallel_size"),
@@ -43,25 +44,25 @@ REFUSED: Mapping[str, RefusedSetting] = {
     "gpu_memory_utilization": RefusedSetting((0.5,), _SAY_BUFFER),
     "standalone_gpu_memory_utilization": RefusedSetting((None,), _SAY_BUFFER),
     "cudagraph_capture_sizes": RefusedSetting(
-        (None, []), "give engine_kwargs.rollout.num_cuda_graphs, their number"
+        (None, []), "set engine_kwargs.rollout.num_cuda_graphs to their number"
     ),
     "quantization": RefusedSetting((None,), "the engine reads quantised checkpoints; leave it out"),
     "quantization_config_file": RefusedSetting((None,), "leave it out"),
-    "limit_images": RefusedSetting((None,), "the engine has models of text only; leave it out"),
+    "limit_images": RefusedSetting((None,), "the engine has only text models; leave it out"),
     "over_sample_rate": RefusedSetting(
-        (0.0,), "it aborts the slowest requests of SGLang; leave it at 0"
+        (0.0,), "the engine does not abort the slowest requests; leave it at 0"
     ),
     "load_format": RefusedSetting(
         ("dummy", "auto", "safetensors"), "the engine reads safetensors; leave it out"
     ),
     "scheduling_policy": RefusedSetting(
-        ("fcfs", "priority", None), "requests run by priority, then as they came; use 'fcfs'"
+        ("fcfs", "priority", None), "requests run by priority, then in order of arrival; use 'fcfs'"
     ),
 }
 
 # Fields without an effect on this backend, by reason.
 NO_EFFECT: Mapping[str, frozenset[str]] = {
-    "verl sends them with each request": frozenset(
+    "verl sends these values with each request": frozenset(
         {"temperature", "top_k", "top_p", "do_sample", "n", "val_kwargs", "calculate_log_probs"}
     ),
     "verl's own choice of backend, places and client": frozenset(
@@ -70,7 +71,7 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
             *("router_config_path", "multi_stage_wake_up", "custom"),
         }
     ),
-    "Hydra's class of the settings": frozenset({"_target_"}),
+    "the class that Hydra makes of the settings": frozenset({"_target_"}),
     "verl's agent loops": frozenset({"agent", "multi_turn", "trace"}),
     "the actor's log-probs": frozenset(
         {
@@ -89,16 +90,16 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
             {"disable_log_stats", "prometheus", "profiler", "moe_load_balance_metrics_interval"}
         )
     ),
-    "refused by a field of their own, checked apart": frozenset({"mtp", "qat", "disaggregation"}),
+    "checked by one of their own fields in check_config": frozenset(
+        {"mtp", "qat", "disaggregation"}
+    ),
 }
 _KNOWN = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
 
 
 def check_config(config: Any) -> None:
-    """Raise ConfigError for fields of a RolloutConfig that an engine cannot follow.
-
-    Logs a warning for changed fields of a newer verl, which are not in the tables.
-    """
+    """Raise ConfigError if a RolloutConfig asks for something that this backend does not support.
+    Logs a warning for fields that are not in the tables and do not have their defaults."""
     own = (config.engine_kwargs or {}).get(ENGINE_KWARGS) or {}
     for name, refused in REFUSED.items():
         value = getattr(config, name, None)
@@ -129,17 +130,18 @@ def check_config(config: Any) -> None:
 
 
 def check_model_config(model_config: Any) -> None:
-    """Raise ConfigError for an HFModelConfig whose LoRA adapter verl would push on its own."""
+    """Raise ConfigError if an HFModelConfig makes verl push a LoRA adapter without merging it."""
     lora = getattr(model_config, "lora", None) or {}
     rank = getattr(model_config, "lora_rank", 0) or lora.get("rank", 0)
     if rank and not lora.get("merge", False):
         raise ConfigError(
-            f"a LoRA adapter of rank {rank} that is pushed on its own is not supported; set "
-            "actor_rollout_ref.model.lora.merge=True, which pushes the merged weights"
+            f"a LoRA adapter of rank {rank} that is pushed without merging is not supported; set "
+            "actor_rollout_ref.model.lora.merge=True"
         )
 
 
 def _is_on(part: Any, name: str) -> bool:
-    """Return whether `part` of the config, a mapping, a dataclass or None, has this switch on."""
+    """Return whether the field `name` of `part` is set. `part` is a part of the config: a mapping,
+    a dataclass or None."""
     value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, False)
     return bool(value)

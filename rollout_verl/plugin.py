@@ -1,6 +1,6 @@
-"""Registers this backend in verl under the name "rollout".
+"""Registers this backend in verl under the name "rollout": EngineReplica and ServerAdapter.
 
-Imported by verl through its entry point. It writes verl's two registries.
+verl imports this module through its entry point. The import writes to verl's two registries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NAME = "rollout"
 
 
 def _load_replica() -> type:
-    # Ray and verl's workers take seconds to import; jobs with another backend need none of it.
+    # Imported late: Ray and verl's workers take seconds, and other backends need neither.
     from rollout_verl.replica import EngineReplica
 
     return EngineReplica

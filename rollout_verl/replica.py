@@ -1,6 +1,7 @@
-"""EngineReplica: starts the Ray actor of a replica beside the trainer's workers.
+"""EngineReplica: starts the Ray actor of a replica on the node of its workers.
 
-Used by verl, once per replica.
+verl creates one per replica, through `rollout_verl.plugin`. `rollout_verl.adapter` imports
+`actor_name`.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from rollout_verl.server import EngineServer
 
 
 def actor_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
-    """Return the name by which trainers find the actor of a replica."""
+    """Return the Ray name of a replica's actor, by which ServerAdapter finds it."""
     return f"rollout_server_{role}{replica_rank}_0{suffix}"
 
 
 class EngineReplica(RolloutReplica):
-    """A replica with one actor, whose AsyncLLM has all its engines on one node.
+    """A replica with one EngineServer actor, which runs all engines of the replica on one node.
 
-    There are `rollout.data_parallel_size` engines of `rollout.tensor_model_parallel_size`
-    processes.
+    There are `rollout.data_parallel_size` engines, each with
+    `rollout.tensor_model_parallel_size` processes.
     """
 
     async def launch_servers(self) -> None:
-        """Start the actor on the node of the first worker, with the devices of all workers.
+        """Start the actor on the node of the first worker, with the devices of all workers, and
+        wait until its server listens.
 
-        Raises ConfigError, before anything starts, for settings that this backend cannot follow.
+        Raises ConfigError, before anything starts, for settings that are not supported.
         """
         check_config(self.config)
         check_model_config(self.model_config)
@@ -62,7 +64,7 @@ class EngineReplica(RolloutReplica):
 
 
 def _place(worker: Any) -> tuple[str, str | None]:
-    """Return the node and the first device of a worker; runs in that worker."""
+    """Return a worker's node id and its first device, or None. Runs in the worker's process."""
     context = ray.get_runtime_context()
     devices = context.get_accelerator_ids().get(get_resource_name()) or [None]
     return context.get_node_id(), devices[0]

@@ -1,6 +1,7 @@
-"""EngineServer: a Ray actor with the engines of one replica, an AsyncLLM behind verl's methods.
+"""EngineServer: the Ray actor with the engines of one replica: verl's methods over an AsyncLLM.
 
-Used by verl's agent loops, which generate, and by ServerAdapter, which updates weights.
+EngineReplica starts it. verl's agent loops call it to generate, verl's trainer to abort requests,
+and ServerAdapter to update weights and to release and restore memory.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from trainer_hooks.losses.routing_forms import without_unknown
 
 
 class EngineServer:
-    """Serves verl's requests. Aborted requests return the tokens that they have.
+    """Serves verl's requests. An aborted request returns the tokens that it has.
 
-    New requests wait between `abort_all_requests` and `resume_generation`, or are answered as
-    aborted at once. A reply has `global_steps`, and, since the engine knows which weights sampled
-    each token, `min_global_steps` and `max_global_steps` of its tokens.
+    Between `abort_all_requests` and `resume_generation` new requests wait, or are answered as
+    aborted at once. A reply has the trainer's step as `global_steps`. If the steps of the weights
+    that sampled its tokens are known, it has them as `min_global_steps` and `max_global_steps`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class EngineServer:
     ) -> None:
         self._config, self._model_path, self._mode = config, model_path, rollout_mode
         self._replica_rank = replica_rank
-        self._num_requests = 0  # number of requests since the start
+        self._num_requests = 0  # since the start
         self._llm: AsyncLLM | None = None
         self._live: set[int] = set()  # ids of running requests
         self._is_open, self._rejects = asyncio.Event(), False
@@ -51,7 +52,7 @@ class EngineServer:
         self._steps_of_version: dict[int, int | None] = {}
 
     async def launch(self) -> str:
-        """Start the engines and an OpenAI-compatible server. Returns its address, "ip:port"."""
+        """Start the engines and an OpenAI-compatible server. Return its address, "ip:port"."""
         self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
         await self._llm.serve(ServeConfig(port=0, protocols=("openai",)), blocking=False)
@@ -60,7 +61,7 @@ class EngineServer:
         return f"{host}:{port}"
 
     async def shutdown(self) -> None:
-        """End the engines."""
+        """Stop the engines and the server, if they were started."""
         if self._llm is not None:
             await self._llm.shutdown()
 
@@ -82,16 +83,17 @@ class EngineServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generate from token ids. verl's request ids, which are for its own routing, are ignored.
+        """Generate one sample from token ids. Waits, or returns no tokens, while requests are held
+        by `abort_all_requests`.
 
-        Raises InvalidRequestError for images, video or sound, and RolloutError if the request
-        failed.
+        `request_id`, which verl uses for routing, is ignored. Raises InvalidRequestError for
+        images, video, sound or unsupported parameters, and RolloutError if the request fails.
         """
         media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         if names := [name for name, values in media.items() if values]:
             raise InvalidRequestError(
                 f"{' and '.join(names)}: images, video and sound are not supported; the engine has "
-                "models of text only"
+                "only text models; leave them out"
             )
         prompt = list(prompt_ids)
         params = sampling_params_of(sampling_params, self._config, len(prompt))
@@ -116,10 +118,10 @@ class EngineServer:
         return self._output(self.llm.request_of(future, prompt, params))
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with a seed: a given one as `LLM.generate` uses it for one sample, else a
-        new one.
+        """Return `params` with the seed that `LLM.generate` derives from a given one, else with a
+        new seed.
 
-        A new seed also depends on the trainer's step, so that a resumed job repeats no noise.
+        A new seed also depends on the trainer's step, so that a resumed job does not repeat seeds.
         """
         self._num_requests += 1
         if params.seed is not None:
@@ -141,9 +143,10 @@ class EngineServer:
         )
 
     def _routed_experts(self, request: DynamicInferenceRequest) -> Any:
-        """Return the experts of each token as verl replays them, int16 [tokens - 1, layers, K].
+        """Return the K experts of each token and layer for replay, int16 [tokens - 1, layers, K].
 
-        None if the config does not request them. Unknown rows are K different experts.
+        None if the config does not request them or they are not recorded. Unknown rows are filled
+        with K different experts.
         """
         if not self._config.enable_rollout_routing_replay or request.routing_indices is None:
             return None
@@ -156,7 +159,7 @@ class EngineServer:
             "num_cached_tokens": request.num_cached_tokens,
         }
         known = [self._steps_of_version.get(version) for version in (versions[:1] + versions[-1:])]
-        # Versions only rise, so the first and the last token have the extremes.
+        # Versions only grow, so the first and the last token have the lowest and the highest.
         if versions and None not in known:
             fields |= {"min_global_steps": known[0], "max_global_steps": known[-1]}
         return fields
@@ -164,9 +167,10 @@ class EngineServer:
     # ---- aborts
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all requests, and admit no new ones until `resume_generation`.
+        """Abort all running requests, wait for them, and hold new ones until `resume_generation`.
 
-        reject_request: True answers new requests as aborted; False lets them wait.
+        New requests are answered as aborted if `reject_request`; otherwise they wait. Returns the
+        number and the ids of the aborted requests.
         """
         self._is_open.clear()
         self._rejects = reject_request
@@ -178,58 +182,61 @@ class EngineServer:
         return {"aborted_count": len(request_ids), "request_ids": [str(i) for i in request_ids]}
 
     async def resume_generation(self) -> None:
-        """Admit requests again."""
+        """Let held and new requests run again."""
         self._rejects = False
         self._is_open.set()
 
     # ---- memory
 
     async def sleep(self) -> None:
-        """Release KV cache and weights.
+        """Release the memory of KV cache and weights.
 
-        Hybrid replicas discard the weights, which the next update brings; colocated ones keep a
-        copy on the host.
+        Hybrid replicas discard the weights, which the next update brings. Colocated ones keep a
+        copy on the host. No-op for standalone replicas, and unless `free_cache_engine` is set.
         """
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
             await self._suspend(RESOURCES, discard_weights=discards)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"). None restores all."""
+        """Restore the memory of `tags` ("weights", "kv_cache"), or all if None. Requests run again
+        when nothing is released. No-op for standalone replicas."""
         if self._mode is not RolloutMode.STANDALONE:
             await self._restore(tags or RESOURCES)
 
     async def release_kv_cache(self) -> None:
-        """Release the KV cache."""
+        """Release the memory of the KV cache. No-op for colocated replicas, and unless
+        `free_cache_engine` is set."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._suspend((KV_CACHE,))
 
     async def resume_kv_cache(self) -> None:
-        """Restore the KV cache's memory."""
+        """Restore the memory of the KV cache. No-op when `release_kv_cache` is one."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._restore((KV_CACHE,))
 
     async def clear_kv_cache(self) -> None:
-        """No-op: cached prefixes are only used under the weights that wrote them."""
+        """No-op: cached prefixes are never used under other weights."""
 
     async def _suspend(self, release: Sequence[str], *, discard_weights: bool = False) -> None:
         if self.llm.state is EngineState.RUNNING:
             await self.llm.pause()
         await self.llm.suspend("recompute", release, discard_weights)
 
-    async def _restore(self, owners: Sequence[str]) -> None:
-        for owner in owners:
+    async def _restore(self, resources: Sequence[str]) -> None:
+        for resource in resources:
             if self.llm.state is EngineState.SUSPENDED:
-                await self.llm.resume(owner)
+                await self.llm.resume(resource)
         if self.llm.state is EngineState.PAUSED:
             await self.llm.unpause()
 
     # ---- weights
 
     async def update_weights(self, directory: str, global_steps: int | None) -> int:
-        """Commit the weights in a directory in shared memory on all engines, or on none.
+        """Commit the weights in a checkpoint directory on all engines, or on none.
 
-        Returns their version. Running requests continue under them.
+        Returns their version. Running requests continue under the new weights. Raises ModelError if
+        the directory cannot be read, and WeightUpdateError if the update fails.
         """
         checkpoint = Checkpoint.open(Path(directory))
         report = await self.llm.update_weights(
@@ -241,12 +248,12 @@ class EngineServer:
         return report.version
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Name the current weights by the trainer's step."""
+        """Record that the current weights are those of the trainer's step `global_steps`."""
         self._global_steps = global_steps
         self._steps_of_version[self.llm.weights_version] = global_steps
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """No-op: verl's profilers do not reach into engine processes."""
+        """No-op: verl's profilers cannot profile engine processes."""
 
     async def stop_profile(self) -> None:
         """No-op, as `start_profile`."""

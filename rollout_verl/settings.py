@@ -1,4 +1,4 @@
-"""Converts verl's settings: an engine's config, and the sampling of one request.
+"""Converts verl's settings to the keywords of an AsyncLLM, and to one request's SamplingParams.
 
 Used by EngineServer. Pure functions.
 """
@@ -19,22 +19,23 @@ _PASSED_ON = (
     *("seed", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids"),
 )
 _CONVERTED = ("top_k", "top_p", "stop", "logprobs")
-# These settings change text only, and verl reads token ids.
+# These settings change only the text, but verl reads token ids.
 _WITHOUT_EFFECT = frozenset(
     {
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         "include_stop_str_in_output",
     }
 )
-# Values of settings that need no effect. verl sends one request per sample.
+# Accepted values of settings that are not used. verl sends one request per sample.
 _NEUTRAL: Mapping[str, Any] = {"n": 1, "best_of": 1, "do_sample": True}
 
 
 def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
-    """Return keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for unsupported settings.
+    """Return the keywords of AsyncLLM for a RolloutConfig.
 
-    All replicas have one `rollout.seed`; each gets its own seed, derived from it and its rank.
-    `rollout.engine_kwargs.rollout` may hold any field of InferenceConfig, such as buffer_size_gb.
+    Each replica gets its own seed, derived from `rollout.seed` and its rank.
+    `rollout.engine_kwargs.rollout` may have any field of InferenceConfig, such as buffer_size_gb,
+    which replaces the converted one. Raises ConfigError for unsupported settings.
     """
     check_config(config)
     fields = {
@@ -56,7 +57,7 @@ def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
 
 
 def max_model_len(config: Any) -> int:
-    """Return the limit on the tokens of prompt and response."""
+    """Return the maximum number of tokens of prompt and response together."""
     return int(config.max_model_len or config.prompt_length + config.response_length)
 
 
@@ -65,8 +66,9 @@ def sampling_params_of(
 ) -> SamplingParams:
     """Return the SamplingParams of one request from the parameters that verl's agent loops send.
 
-    Log-probs are in the mode of `rollout.logprobs_mode`. Raises InvalidRequestError for a parameter
-    that is not supported, and for a prompt without room to generate.
+    Values that are not `given` come from the RolloutConfig `config`, as does the mode of log-probs.
+    Raises InvalidRequestError for a parameter that is not supported, and if the prompt is so long
+    that no token can be generated.
     """
     room = max_model_len(config) - num_prompt_tokens
     if room < 1:
@@ -78,7 +80,7 @@ def sampling_params_of(
     for name in sorted(set(given) - {*_LIMITS, *_PASSED_ON, *_WITHOUT_EFFECT, *_CONVERTED}):
         if name not in _NEUTRAL or given[name] != _NEUTRAL[name]:
             raise InvalidRequestError(
-                f"sampling parameter {name} is not supported here; leave {name}={given[name]!r} out"
+                f"sampling parameter {name}={given[name]!r} is not supported; leave it out"
             )
     limits = [given[name] for name in _LIMITS if name in given]
     both = config.prompt_length + config.response_length
@@ -87,12 +89,12 @@ def sampling_params_of(
     fields = defaults | {name: given[name] for name in _PASSED_ON if name in given}
     return SamplingParams(
         **fields,
-        # verl switches these off by -1 and 1.0.
+        # verl disables these by -1 and 1.0.
         top_k=0 if given.get("top_k", -1) == -1 else given["top_k"],
         top_p=0.0 if given.get("top_p", 1.0) == 1.0 else given["top_p"],
         stop_words=given.get("stop") or None,
         num_tokens_to_generate=max(1, min(limits[0] if limits else default, room)),
-        # 0 requests the log-prob of the sampled token alone.
+        # 0 requests the log-prob of the sampled token only.
         return_log_probs=given.get("logprobs") not in (None, False),
         logprobs_mode="processed" if config.logprobs_mode == "processed_logprobs" else "raw",
     )

@@ -1,10 +1,10 @@
-"""Print the tests of changed files, for `make quick`.
+"""Print the tests of changed files. Run by `make quick`.
 
-    python scripts/affected_tests.py                      # changed since main, committed or not
-    python scripts/affected_tests.py rollout/scheduling   # those of the named paths
+    python scripts/affected_tests.py                      # files changed since main, or untracked
+    python scripts/affected_tests.py rollout/scheduling   # the named files and folders
 
-The tests of `rollout/X` and `trainer_hooks/X` lie in tests/X and tests/trainer_hooks/X; `OTHERS`
-has the exceptions. Without any changed file that has tests it prints `CORE`.
+The tests of `rollout/X` and `trainer_hooks/X` are in tests/X and tests/trainer_hooks/X, except for
+the paths in `OTHERS`. If no changed file has tests, `CORE` is printed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
-# What no engine process and no example job is needed for.
+# Tests that start neither an engine process nor an example job.
 CORE = [
     *("tests/blocks", "tests/layers", "tests/requests", "tests/scheduling", "tests/step"),
     *("tests/parallel", "tests/worker", "tests/test_config.py", "tests/test_public_api.py"),
 ]
-# Path -> its tests, where these lie elsewhere; the longest path that holds a file counts.
+# Tests of paths whose tests are elsewhere. For a file the longest path that contains it counts.
 OTHERS: dict[str, list[str]] = {
     "rollout": CORE,
     "rollout/__main__.py": ["tests/cli"],
@@ -51,7 +51,7 @@ OTHERS: dict[str, list[str]] = {
 
 
 def tests_of(path: PurePosixPath) -> list[str]:
-    """Return the test files or folders of one file or folder of the repository."""
+    """Return the test files or folders of a file or folder of the repository; [] if it has none."""
     if path.parts[:1] == ("tests",):
         is_test = path.suffix != ".py" or path.name.startswith("test_")
         return [str(path if is_test else path.parent)] if len(path.parts) > 2 or is_test else []
@@ -70,13 +70,13 @@ def tests_of(path: PurePosixPath) -> list[str]:
 
 
 def changed_files() -> list[str]:
-    """Return the files that differ from where this branch left main, and untracked files."""
+    """Return the untracked files, and those changed since main, committed or not."""
     base = _git("merge-base", "HEAD", "main")[0]
     return [*_git("diff", "--name-only", base), *_git("ls-files", "-o", "--exclude-standard")]
 
 
 def affected(paths: Iterable[str]) -> list[str]:
-    """Return the tests of `paths` that exist, without those inside a listed folder."""
+    """Return the existing tests of `paths`, sorted, without tests inside a folder of the result."""
     found = {test for path in paths for test in tests_of(PurePosixPath(path))}
     found = {test for test in found if (ROOT / test).exists()}
     return sorted(t for t in found if not any(str(p) in found for p in PurePosixPath(t).parents))

@@ -1,10 +1,11 @@
 """Fill .gpu/ with wheels and kernels for a CUDA machine without network: `make gpu-bundle`.
 
 That machine has Python 3.12 on x86-64 Linux, torch, Triton, transformers and the usual tools.
-`.gpu/*.whl` are wheels, in the versions of constraints.txt. `.gpu/triton` are the kernels that
-tests and the benchmark launch there, compiled for sm_90: a packed cache, see `triton_cache`. A
-second call downloads and compiles nothing that is there already. Needs pip, a package index that
+`.gpu/*.whl` are wheels, in the versions of constraints.txt. `.gpu/triton` is a packed cache
+(`scripts.triton_cache`) of the kernels that tests and the benchmark launch there, compiled for
+sm_90. A second call downloads and compiles only what is missing. Needs pip, a package index that
 pip is configured for, gcc, and that machine's versions of Python, torch and Triton.
+`scripts.gpu_check` uses the bundle.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from scripts import triton_cache
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
 TRITON = FOLDER / "triton"
-LIMIT_BYTES = 64 << 20  # what travels to such a machine: the tree and the bundle
+LIMIT_BYTES = 64 << 20  # of the tree and the bundle, which are copied to such a machine
 
 PACKAGES = (
     "antlr4-python3-runtime",
@@ -34,13 +35,13 @@ PACKAGES = (
     "pyzmq",
     "torch-memory-saver",
 )
-LAUNCHES_PER_PROCESS = 8  # at least: they compile in the time that importing torch takes
+LAUNCHES_PER_PROCESS = 8  # at least: compiling them takes as long as importing torch
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-SEED = 0  # of the examples that suites draw
-SOURCE_ONLY = ("antlr4-python3-runtime",)  # no wheel on PyPI: it is built here
+SEED = 0  # of the random examples of tests
+SOURCE_ONLY = ("antlr4-python3-runtime",)  # PyPI has no wheel: it is built here
 
 PYTHON = (3, 12)
-# The oldest and the newest system that any of the wheels is made for; 2_28 is from 2018.
+# From the oldest to the newest system that a wheel may need; manylinux_2_28 is from 2018.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 29)))
 
 
@@ -98,7 +99,7 @@ def requirements(constraints: str) -> dict[str, str]:
 
 
 class Plan(NamedTuple):
-    """The downloads and removals that turn the folder's wheels into the bundle."""
+    """Wheels to keep and to remove, by file name, and to fetch, as versions by package."""
 
     keep: list[str]
     remove: list[str]
@@ -106,7 +107,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(wanted: dict[str, str], file_names: Iterable[str]) -> Plan:
-    """Keep one wheel that fits for each requirement, remove all others, fetch what is missing."""
+    """Return a plan: keep one fitting wheel for each of `wanted`, remove others, fetch missing."""
     plan = Plan([], [], dict(wanted))
     for file_name in sorted(file_names):
         wheel = parse_wheel(file_name)
@@ -142,7 +143,7 @@ def wheel_names(folder: Path) -> list[str]:
 
 
 class Recording(NamedTuple):
-    """A program whose launches are recorded: ROLLOUT_LAUNCHES names the file."""
+    """A program whose kernel launches are recorded, and its further environment variables."""
 
     name: str
     command: list[str]
@@ -150,10 +151,10 @@ class Recording(NamedTuple):
 
 
 def recordings(tests: Path, launches: Path) -> list[Recording]:
-    """Return the commands that launch the kernels to be compiled for a device.
+    """Return the programs whose kernel launches are recorded in the file `launches`.
 
-    Suites launch in the interpreter, from one seed, by which examples are drawn there, too. Whole
-    paths and the benchmark run on a stand-in for the device.
+    The suites run in Triton's interpreter, with the seed that they have on the device, so that they
+    draw the same examples. Scenarios and the benchmark run on a fake device.
     """
     pytest = [sys.executable, "-m", "pytest", "-p", "tests.recorded_launches"]
     pytest += ["-p", "no:cacheprovider", "--timeout=900"]
@@ -192,15 +193,15 @@ def record(launches: Path, names: Collection[str] = ()) -> list[str]:
 
 
 class Compiled(NamedTuple):
-    """The cache's entries that launches need, and the names of what had to be compiled."""
+    """Keys of the cache's entries that launches need, and names of the newly compiled kernels."""
 
     keys: set[str]
     names: list[str]
 
 
 def compile_all(launches: Path, cache: Path) -> Compiled:
-    """Compile recorded launches into a cache, in as many processes as there are processors, or
-    fewer where that takes less than starting them. Raises RuntimeError if one of them fails.
+    """Compile recorded launches into a cache, in a process for each processor, or fewer for few
+    launches. Raises RuntimeError if a process fails.
     """
     num_launches = len(launches.read_text(encoding="utf-8").splitlines())
     count = min(os.cpu_count() or 1, 1 + num_launches // LAUNCHES_PER_PROCESS)
@@ -228,7 +229,7 @@ def compile_all(launches: Path, cache: Path) -> Compiled:
 
 
 def pack_kernels(launches: Path, packed: Path) -> Compiled:
-    """Make `packed` hold what the launches need, and nothing else. Returns what was compiled."""
+    """Make `packed` the packed cache of exactly these launches. Returns what was compiled."""
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         triton_cache.install(packed, cache)
@@ -246,7 +247,7 @@ def missing_kernels(launches: Path, packed: Path) -> list[str]:
 
 
 def fill_triton(packed: Path) -> bool:
-    """Record, compile and pack all kernels. Returns whether all are there; else prints why not."""
+    """Record, compile and pack all kernels. Prints why and returns False if some may be missing."""
     with tempfile.TemporaryDirectory() as folder:
         launches = Path(folder, "launches")
         failed = record(launches)
@@ -256,13 +257,14 @@ def fill_triton(packed: Path) -> bool:
     for name in failed:
         print(f"error: {name} failed: kernels that it launches may be missing", file=sys.stderr)
     if missing:
-        print(f"error: packed, and yet compiled again: {', '.join(missing)}", file=sys.stderr)
+        print(f"error: packed, but compiled again: {', '.join(missing)}", file=sys.stderr)
     return not failed and not missing
 
 
 def fetch_wheels() -> bool:
-    """Remove wheels that do not fit, and download missing ones. Returns whether all are there; else
-    prints why not."""
+    """Remove wheels that do not fit, and download missing ones. Prints why and returns False if one
+    is still missing.
+    """
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))
     for file_name in plan.remove:
@@ -274,14 +276,14 @@ def fetch_wheels() -> bool:
             return False
     missing = make_plan(wanted, wheel_names(FOLDER)).fetch
     if missing:
-        print(f"error: what pip fetched does not fit: {', '.join(missing)}", file=sys.stderr)
+        print(f"error: pip fetched wheels that do not fit: {', '.join(missing)}", file=sys.stderr)
         return False
     print(table(FOLDER))
     return True
 
 
 def bytes_that_travel(root: Path) -> int:
-    """Return the bytes of the bundle and of all files that git does not ignore."""
+    """Return the number of bytes of the bundle and of all files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     files = {root / name for name in listed.split("\0") if name} | set((root / ".gpu").rglob("*"))
@@ -289,7 +291,7 @@ def bytes_that_travel(root: Path) -> int:
 
 
 def main() -> int:
-    """Fill .gpu/. Returns the exit status: 1, after a line that says why, if it is not complete."""
+    """Fill .gpu/. Returns the exit status: 1, after a message, if it is incomplete or too large."""
     FOLDER.mkdir(exist_ok=True)
     if not fetch_wheels() or not fill_triton(TRITON):
         return 1

@@ -7,8 +7,8 @@ Each part is a process group with a time limit. A part that fails, aborts, hangs
 does not affect the results of the other parts. Results go to $OUT, or to outputs/gpu-check:
 facts.txt, check.json, tests.jsonl (each test that ran), again.txt (node ids of failed tests, the
 FILE of the second call), logs.txt, gpu.json, gpu.md and, from the second call, gpu-kernels.md. The
-output ends with a summary, which its last 12,000 characters hold. Exit status: 0 if all parts
-passed, 1 if one did not, 2 if nothing can run here.
+output ends with a summary of less than 12,000 characters. Exit status: 0 if all parts passed, 1 if
+one did not, 2 if nothing can run here.
 
 Run by hand or by `make gpu-check`. Packages and kernels are installed in a temporary folder.
 """
@@ -64,7 +64,8 @@ def first_parts(packages: Path) -> list[Part]:
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
     """Return the parts that run the tests listed in the file `tests`, the benchmark, and NVIDIA's
-    tools in the time that is left."""
+    tools in the remaining time.
+    """
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
         pytest_part(
@@ -92,8 +93,7 @@ def facts_part() -> Part:
 
 
 def install_part(packages: Path) -> Part:
-    """Return the part that installs the wheels in `packages` and leaves the machine's packages
-    unchanged."""
+    """Return the part that installs the wheels in `packages`, apart from the machine's packages."""
     options = ["--disable-pip-version-check", "--root-user-action=ignore", "--quiet", "--no-index"]
     options += ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
@@ -117,8 +117,8 @@ def pytest_part(
 ) -> Part:
     """Return a part that runs pytest over `paths`, in one process or in `num_workers` workers.
 
-    `marks`: the marker expression. `only`: file of the node ids to run; None for all. A test that
-    hangs for half of `limit_s` ends its process.
+    `marks`: pytest's marker expression. `only`: file of the node ids to run; None for all. A test
+    that runs for half of `limit_s` ends its process.
     """
     options = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
     options += [f"--timeout={0.5 * limit_s:.0f}", "--timeout-method=thread", "-m", marks]
@@ -140,9 +140,10 @@ def files_of(tests: Path) -> list[str]:
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """Return the environment variables of every part: this tree and our packages come first.
+    """Return the environment variables of every part.
 
-    The memory saver needs no variable: rollout hooks it into torch's allocator by itself.
+    Python imports this tree and the bundle's packages first. The memory saver needs no variable:
+    rollout hooks it into torch's allocator by itself.
     """
     paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
@@ -181,7 +182,10 @@ def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
 
 
 def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: float) -> int:
-    """Run every part, unless the facts say that nothing can run. Returns the exit status."""
+    """Run all parts within `total_s` seconds and print the summary. Returns the exit status.
+
+    Stops after the facts if they say that nothing can run here.
+    """
     end = runner.clock.now() + total_s - OWN_S
     for index, part in enumerate(parts):
         left_s = end - runner.clock.now() - sum(later.limit_s for later in parts[index + 1 :])
@@ -196,6 +200,7 @@ def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: 
 
 
 def refuse(why: str) -> int:
+    """Print why nothing can run. Returns the exit status for it."""
     print(f"gpu-check: {why}", file=sys.stderr)
     return NO_DEVICE
 
@@ -213,7 +218,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """Run the parts of the call that the command line names. Returns the exit status."""
+    """Run the parts of the first or second call. Returns the exit status. `clock`: set by tests."""
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")

@@ -1,7 +1,7 @@
-"""Facts about a CUDA machine, a line each: card, driver, cores, memory, tools and versions.
+"""Print facts about a CUDA machine, a line each: card, driver, cores, memory, tools and versions.
 
-A fact that cannot be read is reported as such. Exit status: 0, or 2 after a last line that says
-why tests cannot run here.
+The first part of `scripts.gpu_check`, and a program of its own. A fact that cannot be read is
+printed as unknown. Exit status: 0, or 2 after a last line that says why tests cannot run here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from importlib import metadata
 from pathlib import Path
 
 NO_DEVICE = 2
-TOOL_S = 5.0  # nvidia-smi hangs where a driver does
+TOOL_S = 5.0  # time limit of nvidia-smi, which hangs if the driver does
 SMI = ["name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem"]
 TOOLS = ("gcc", "make", "compute-sanitizer", "ncu")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pytest", "pytest-xdist", "hypothesis")
 
 
 def card() -> str:
+    """Return what nvidia-smi reports about each GPU, a line each."""
     query = f"--query-gpu={','.join(SMI)}"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=True)
@@ -58,7 +59,8 @@ def facts() -> Iterator[tuple[str, Callable[[], str]]]:
         yield package, partial(metadata.version, package)
 
 
-def told(read: Callable[[], str]) -> str:
+def read_fact(read: Callable[[], str]) -> str:
+    """Return the fact, or "unknown" with the error if it cannot be read."""
     try:
         return read()
     except (OSError, subprocess.SubprocessError, metadata.PackageNotFoundError) as error:
@@ -77,8 +79,9 @@ def what_is_missing() -> str | None:
 
 
 def main() -> int:
+    """Print the facts. Returns the exit status."""
     for name, read in facts():
-        print(f"{name}: {told(read)}", flush=True)
+        print(f"{name}: {read_fact(read)}", flush=True)
     missing = what_is_missing()
     if missing is not None:
         print(missing)

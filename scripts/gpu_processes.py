@@ -1,4 +1,8 @@
-"""The time limits of gpu-check: a part is a process group that ends in time, with its children."""
+"""Runner: runs each part of gpu-check as a process group with a time limit, and ends it in time.
+
+Used by `scripts.gpu_check` and `scripts.gpu_results`. Parts write logs, and their tests a journal:
+tests/device_journal.py appends the start and the result of each test to it as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-GRACE_S = 5.0  # from Ctrl-C, on which pytest and the benchmark sum up, to the next
-ABORT_S = 1.0  # from the abort, on which faulthandler writes where Python hangs, to the kill
-REAP_S = 1.0  # from the kill to the end of the process, which a driver may hold up
+GRACE_S = 5.0  # from SIGINT, after which pytest and the benchmark print a summary, to SIGABRT
+ABORT_S = 1.0  # from SIGABRT, after which faulthandler writes the stacks, to SIGKILL
+REAP_S = 1.0  # from SIGKILL to the end of the process, which a driver may delay
 TOKEN = "ROLLOUT_GPU_CHECK"  # environment variable that a part's processes inherit
 # Variables that tests/device_journal.py reads.
 JOURNAL, PART = "ROLLOUT_TEST_JOURNAL", "ROLLOUT_TEST_PART"
@@ -28,8 +32,9 @@ STACKS = ".stacks-"  # between the journal's name and the id of a process that w
 class Part:
     """A command of the check and its time limit, which includes ending its processes.
 
-    has_tests: it is pytest's, and writes the journal. only: node ids of the tests that it runs.
-    pages: files that it leaves in $OUT. takes_spare_time: its limit grows by what others left.
+    `has_tests`: the command runs pytest, whose tests write the journal. `only`: file of the node
+    ids of the tests to run; None for all. `pages`: files that the command leaves in its $OUT.
+    `takes_spare_time`: the limit grows by the time that earlier parts did not use.
     """
 
     name: str
@@ -43,7 +48,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """End of a part's last process; `exit_status` is None if it could not be reaped."""
+    """How a part's last process ended.
+
+    `exit_status`: negative for a signal; None if the process could not be ended.
+    `is_late`: whether the time limit was reached. `seconds`: duration of the part.
+    """
 
     exit_status: int | None
     is_late: bool
@@ -51,13 +60,13 @@ class Ended:
 
 
 class Clock:
-    """Waits in real time."""
+    """Measures and waits in real time. Tests replace it."""
 
     def now(self) -> float:
         return time.monotonic()
 
     def ended_within(self, process: subprocess.Popen[bytes], seconds: float) -> bool:
-        """Wait for the process. Returns False if it still runs after so many seconds."""
+        """Wait for the process. Returns False if it still runs after `seconds`."""
         try:
             process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -65,14 +74,16 @@ class Clock:
         return True
 
     def wait_for_stacks(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait after an abort until the process and its group have written their stacks and ended,
-        at most ABORT_S."""
+        """Wait after SIGABRT for the group's stacks and its end, at most ABORT_S."""
         wait_for_group(process, ABORT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs parts in `root`. `folder` holds their logs and lists, `journal` what tests write."""
+    """Runs parts in the directory `root`.
+
+    `folder`: for the parts' logs and lists of tests. `journal`: file that tests append to.
+    """
 
     root: Path
     folder: Path
@@ -84,7 +95,7 @@ class Runner:
         return self.folder / f"{part.name.replace(' ', '-')}.log"
 
     def run(self, part: Part) -> Ended:
-        """Run the part's command; after a process that ended early, run the tests that are left.
+        """Run the part's command. If a process of tests ends early, run the tests not started yet.
 
         A test that was running when its process ended is written to the journal as failed.
         """
@@ -98,7 +109,7 @@ class Runner:
                 self._write_unfinished(part, lines, is_late, exit_status)
                 started = [line["test"] for line in lines if line["event"] == "started"]
                 is_whole = any(line["event"] == "finished" for line in lines)
-                # Without a test more than before it would end early again.
+                # If no further test was started, the next process would end early, too.
                 if not part.has_tests or is_late or is_whole or len(started) <= num_started:
                     seconds = self.clock.now() - start
                     return Ended(exit_status=exit_status, is_late=is_late, seconds=seconds)
@@ -106,7 +117,7 @@ class Runner:
                 self._except_list(part).write_text("\n".join(started), encoding="utf-8")
 
     def _run_once(self, part: Part, log: IO[bytes], end: float) -> tuple[bool, int | None]:
-        """Returns whether the time was over, and the exit status."""
+        """Run the command until `end` at most. Returns whether it was late, and its exit status."""
         token = uuid.uuid4().hex
         process = subprocess.Popen(
             part.command,
@@ -133,7 +144,7 @@ class Runner:
         return is_late, process.returncode
 
     def _lists(self, part: Part) -> dict[str, str]:
-        """The variables that tell pytest what to run and where to write."""
+        """Return the environment variables for tests/device_journal.py; {} for other commands."""
         if not part.has_tests:
             return {}
         variables = {JOURNAL: str(self.journal), PART: part.name}
@@ -149,6 +160,7 @@ class Runner:
     def _write_unfinished(
         self, part: Part, lines: Sequence[dict[str, str]], is_late: bool, exit_status: int | None
     ) -> None:
+        """Append a failure to the journal for each test that was started and did not end."""
         ended = {line.get("test") for line in lines if line["event"] != "started"}
         why = "still running at the part's time limit" if is_late else described(exit_status)
         with self.journal.open("a", encoding="utf-8") as journal:
@@ -159,13 +171,13 @@ class Runner:
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Give the process this long to end."""
+    """Wait for the end of the process, at most `seconds`."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
 
 
 def wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Give the process and all others of its process group this long to end."""
+    """Wait for the end of all processes of the process's group, at most `seconds`."""
     end = time.monotonic() + seconds
     wait(process, seconds)
     while time.monotonic() < end:
@@ -177,12 +189,12 @@ def wait_for_group(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def kill(group: int, token: str) -> None:
-    """Kill the process group, and what has left it: all that has the token in its environment."""
+    """Kill the process group, and all processes with the token in their environment."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     mark = f"{TOKEN}={token}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if mark in path.read_bytes().split(b"\0"):
                 os.kill(int(path.parent.name), signal.SIGKILL)
 
@@ -197,7 +209,7 @@ def described(exit_status: int | None) -> str:
 
 
 def lines_of(journal: Path, part: str | None = None) -> list[dict[str, str]]:
-    """Return the journal's lines, of all parts or of `part`, without a line that a kill cut."""
+    """Return the journal's lines, of `part` or of all parts if None. Skips lines cut by a kill."""
     lines = []
     if journal.exists():
         for text in journal.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,6 +1,6 @@
 """Results of gpu-check: the outcome of each part, the files in $OUT, and the printed summary.
 
-Used by gpu_check.
+Used by `scripts.gpu_check`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from scripts.gpu_processes import Ended, Part, described, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTHING_TO_RUN = 5  # exit status of pytest, and of the programs under benchmarks/
-# All files that a call may write to $OUT; at most eight come back from there.
+# All files that a call may write to $OUT.
 FILES = (
     *("facts.txt", "check.json", "tests.jsonl", "again.txt", "logs.txt"),
     *("gpu.json", "gpu.md", "gpu-kernels.md"),
 )
-NUM_FAILURES = 3  # of a part that are printed; tests.jsonl has all
-# A caller sees the last 12,000 characters: the lines of ended parts in a tenth, then the summary.
+NUM_FAILURES = 3  # printed for each part; tests.jsonl has all
+# The output, of which the lines of ended parts take a tenth, stays below 12,000 characters.
 SUMMARY_CHARACTERS = 10_800
-LOG_BYTES = 1 << 20  # kept of a part's log: its end
-# All failures share so many characters, each at most its widths.
+LOG_BYTES = 1 << 20  # kept of the end of a part's log
+# All printed failures share these characters, within the widths below.
 FAILURES_CHARACTERS = 6_000
 NAME_WIDTH, ERROR_WIDTH = 150, 220
-# The heads of stacks as Python, faulthandler and pytest-timeout write them.
+# First lines of stacks as Python, faulthandler and pytest-timeout write them.
 STACK = re.compile(r"(?:most recent call |^~+ Stack of )", re.MULTILINE)
 FRAME = re.compile(rf'File "{re.escape(str(ROOT))}/(.+?)", line (\d+),? in (\S+)')
 ERROR_LINE = re.compile(r"^((\w+\.)*\w*(Error|Exception|Interrupt)\b|what\(\):)")
@@ -38,7 +38,7 @@ STACK_LINE = re.compile(r'^(File "|Current thread |Thread |Extension modules: |F
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a test failed, or the whole part if `test` is "". `frame`: our innermost frame."""
+    """Why a test failed, or the whole part if `test` is "". `frame`: our innermost frame, or ""."""
 
     test: str
     error: str
@@ -49,8 +49,8 @@ class Failure:
 class Outcome:
     """Outcome of a part. `status` is "passed", "failed", "timed out" or "nothing to run".
 
-    num_not_run: tests that were collected and not started. num_compiled: kernels that Triton's
-    cache lacked.
+    `num_not_run`: tests that were collected and not started.
+    `num_compiled`: kernels that had to be compiled, since Triton's cache lacked them.
     """
 
     name: str
@@ -112,7 +112,7 @@ def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled:
 
 
 def failure_in(log: Path, ended: Ended) -> Failure:
-    """Return how the process ended, its last error, and the innermost own frame in its log."""
+    """Return a failure of the whole part: how it ended, the last error in its log, and a frame."""
     text = tail_of(log).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if not STACK_LINE.match(line)]
@@ -124,7 +124,7 @@ def failure_in(log: Path, ended: Ended) -> Failure:
 
 
 def stacks_in(text: str) -> list[list[str]]:
-    """Return our frames of each stack in a log (errors, aborts, time limits), outermost first."""
+    """Return this repository's frames of each stack in a log, outermost first."""
     found = []
     for stack in STACK.split(text)[1:]:
         frames = ["{}:{} {}".format(*match) for match in FRAME.findall(stack)]
@@ -134,7 +134,7 @@ def stacks_in(text: str) -> list[list[str]]:
 
 
 def innermost_frame(stacks: Sequence[Sequence[str]], test: str = "") -> str:
-    """Return the innermost frame of the first stack; with `test`, of the first that runs it.
+    """Return the innermost frame of the first stack; with `test`, of the first stack that runs it.
 
     Returns "" if there is no such stack.
     """
@@ -150,7 +150,7 @@ def tail_of(log: Path) -> bytes:
 
 
 class Results:
-    """Writes the files of a call to `out`, again after every part. Deletes earlier files."""
+    """Writes the files of a call to `out`, again after every part. Deletes those of older calls."""
 
     def __init__(self, out: Path, call: str, asked: Sequence[str]) -> None:
         """`asked`: node ids of the tests to run; empty for all tests."""
@@ -194,12 +194,12 @@ class Results:
 def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) -> str:
     """Return a line for each part, its first failures, and as much of the table as fits.
 
-    unknown: tests that were asked for and did not start.
+    `unknown`: tests that were asked for and did not start. `table`: the benchmark's.
     """
     lines = ["", "=== summary", *map(line_of, outcomes)]
-    num_told = sum(min(len(outcome.failures), NUM_FAILURES) for outcome in outcomes)
+    num_shown = sum(min(len(outcome.failures), NUM_FAILURES) for outcome in outcomes)
     for outcome in outcomes:
-        lines += failure_lines(outcome, FAILURES_CHARACTERS // max(1, num_told))
+        lines += failure_lines(outcome, FAILURES_CHARACTERS // max(1, num_shown))
     if unknown:
         lines.append(
             f"--- {len(unknown)} tests were asked for and did not start; are they renamed?"
@@ -221,8 +221,8 @@ def line_of(outcome: Outcome) -> str:
     }
     if not any(counts.values()):
         counts = {}
-    told = [f"{outcome.seconds:.1f} s", *(f"{count} {what}" for what, count in counts.items())]
-    return f"{outcome.name:<12} {outcome.status:<14} {', '.join(told)}"
+    parts = [f"{outcome.seconds:.1f} s", *(f"{count} {what}" for what, count in counts.items())]
+    return f"{outcome.name:<12} {outcome.status:<14} {', '.join(parts)}"
 
 
 def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
@@ -243,7 +243,7 @@ def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return a line of at most `width` characters, with the middle of a longer one left out."""
+    """Return `text` as one line of at most `width` characters; a longer one loses its middle."""
     line = " ".join(text.split())
     if len(line) <= width:
         return line
@@ -252,7 +252,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def first_lines(text: str, num_characters: int) -> str:
-    """Return the first lines that fit whole into `num_characters`, and how many are left out."""
+    """Return the first lines of `text` that fit, and a line with the number of lines left out."""
     lines = text.splitlines()
     kept = 0
     room = num_characters - len("(1000000 more lines in gpu.md)")

@@ -1,10 +1,11 @@
-"""List the request fields of vLLM, SGLang and the openai package, and what becomes of each here.
+"""List the request fields of vLLM, SGLang and the openai package, and which are served here.
 
     python scripts/http_fields.py peers          # writes tests/serve/peer_keys.json
     python scripts/http_fields.py peers --check  # exits with 1 if the packages have other fields
     python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
-The released packages come from PyPI into a temporary folder. Their sources are read, never run.
+Run by hand; tests compare its page and its list. `peers` downloads the released packages from PyPI
+into a temporary folder. Their sources are read, never run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A released file: a source distribution, or a wheel for a package without one."""
+    """A released package: its file on PyPI, and the folder of its sources inside the file.
+
+    The file is a source distribution, or a wheel if there is none.
+    """
 
     name: str
     version: str
@@ -65,9 +69,10 @@ PACKAGES = (
 class Source:
     """A place in a package that declares the fields of a request.
 
-    route: method and path, with the name of a nested object or `?` for the query. classes: the
-    fields of these classes. function: the parameters of this function that are of the body, or of
-    the query if the route ends with `?`.
+    `route`: method and path, then the name of a nested object, or `?` for the query.
+    `classes`: classes whose fields are the request's.
+    `function`: handler whose body parameters are the request's fields; its query parameters if the
+    route ends with `?`.
     """
 
     route: str
@@ -191,7 +196,8 @@ SOURCES = (
     _openai(f"{_COMPLETION} stream_options", _OPENAI_STREAM, "ChatCompletionStreamOptionsParam"),
     _openai(f"{_CHAT} stream_options", _OPENAI_STREAM, "ChatCompletionStreamOptionsParam"),
 )
-# Names that a server takes off a body before it looks at its fields.
+# Package, file and constant with the names that the server removes from a body before it reads the
+# fields.
 _REMOVED = ("vllm", _VLLM + "serve/engine/protocol.py", "_REMOVED_GUIDED_FIELDS")
 
 
@@ -201,7 +207,10 @@ Status = Neutral | Refused | None
 
 
 def keys_of(tree: ast.Module, source: Source) -> set[str]:
-    """Return the keys that `source` names in its file. Raises LookupError if it names none."""
+    """Return the keys that the classes and function of `source` declare in `tree`, its file.
+
+    Raises LookupError if there are none.
+    """
     keys = set()
     for name in source.classes:
         keys |= _fields(tree, name)
@@ -212,14 +221,17 @@ def keys_of(tree: ast.Module, source: Source) -> set[str]:
     return keys
 
 
-# A body without fields of its own.
+# Requests whose body has no fields.
 _EMPTY = ("POST /end_weight_update",)
-# What a message inside a server has beside what a client sends.
+# Classes with fields that only messages inside a server have.
 _INTERNAL_BASES = ("BaseReq",)
 
 
 def _fields(tree: ast.Module, name: str) -> set[str]:
-    """Return the public fields of a class and of its bases in the same file."""
+    """Return the public fields of a class and of its bases in the same file, with their aliases.
+
+    Raises LookupError if there is no such class.
+    """
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if not found:
         raise LookupError(f"there is no class {name}")
@@ -237,7 +249,7 @@ def _fields(tree: ast.Module, name: str) -> set[str]:
 
 
 def _read_before(method: ast.FunctionDef) -> Iterator[str]:
-    """Yield the keys that a pydantic validator reads of a body before its fields are made."""
+    """Yield the keys that a pydantic validator with mode='before' reads from the body."""
     if not any("mode='before'" in ast.unparse(each) for each in method.decorator_list):
         return
     for call in ast.walk(method):
@@ -252,7 +264,7 @@ def _has(tree: ast.Module, name: str) -> bool:
 
 
 def _aliases(value: ast.expr | None) -> Iterator[str]:
-    """Yield the other names that a pydantic Field takes."""
+    """Yield the aliases of a pydantic Field."""
     for keyword in value.keywords if isinstance(value, ast.Call) else ():
         if keyword.arg in ("alias", "validation_alias"):
             for part in ast.walk(keyword.value):
@@ -261,8 +273,9 @@ def _aliases(value: ast.expr | None) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
-    """Return the parameters of a FastAPI handler that come from the query or the body, and the
-    keys that it reads itself from either."""
+    """Return the parameters that a FastAPI handler gets from the body, or from the query if
+    `of_query`, and the keys that its code reads from there.
+    """
     (node,) = (
         each
         for each in tree.body
@@ -272,11 +285,11 @@ def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
     arguments = node.args.args
     defaults = [None] * (len(arguments) - len(node.args.defaults)) + list(node.args.defaults)
     for argument, default in zip(arguments, defaults, strict=True):
-        told = ast.unparse(argument.annotation) if argument.annotation else ""
-        told += "" if default is None else f" = {ast.unparse(default)}"
-        if "Depends(" in told or told.startswith("Request"):
+        declared = ast.unparse(argument.annotation) if argument.annotation else ""
+        declared += "" if default is None else f" = {ast.unparse(default)}"
+        if "Depends(" in declared or declared.startswith("Request"):
             continue
-        if of_query != ("Body(" in told):
+        if of_query != ("Body(" in declared):
             keys.add(argument.arg)
     reader = "getlist" if of_query else "get"
     for call in ast.walk(node):
@@ -291,7 +304,7 @@ def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
 
 
 def _constants(tree: ast.Module, name: str) -> set[str]:
-    """Return the strings of a constant of a module."""
+    """Return the strings of the module's constant `name`. Raises LookupError without one."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             parts = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
@@ -303,7 +316,7 @@ def _constants(tree: ast.Module, name: str) -> set[str]:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """Download the file of a package into `folder`, as the index of PyPI names it."""
+    """Download the file of a package from PyPI into `folder`. Returns its path."""
     request = urllib.request.Request(_INDEX.format(name=package.name), headers=_JSON)
     with urllib.request.urlopen(request, timeout=120) as answer:
         files = {each["filename"]: each["url"] for each in json.load(answer)["files"]}
@@ -313,7 +326,7 @@ def _download(package: Package, folder: Path) -> Path:
 
 
 def _texts(path: Path, names: set[str]) -> dict[str, str]:
-    """Return the texts of files inside a source distribution or a wheel."""
+    """Return the texts of the files `names` inside a source distribution or a wheel, by name."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             return {name: wheel.read(name).decode() for name in names}
@@ -326,7 +339,10 @@ def _texts(path: Path, names: set[str]) -> dict[str, str]:
 
 
 def peer_keys(folder: Path) -> dict[str, object]:
-    """Return who knows which key. Downloads the packages into `folder`, unless they lie there."""
+    """Return the contents of peer_keys.json: which packages have each key of each request.
+
+    Downloads packages that `folder` lacks.
+    """
     keys: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for package in PACKAGES:
         path = folder / package.file
@@ -357,7 +373,7 @@ def peer_keys(folder: Path) -> dict[str, object]:
 
 
 def page() -> str:
-    """Return docs/reference/http-fields.md: what becomes of each field of each request."""
+    """Return the text of docs/reference/http-fields.md, from peer_keys.json and our structs."""
     peers = json.loads(PEER_KEYS.read_text(encoding="utf-8"))
     names = [f"{name} {version}" for name, version in peers["packages"].items()]
     counts, sections = [], []
@@ -397,7 +413,9 @@ the fields of other servers and clients from their released packages. A test com
 
 
 def _places() -> dict[str, type[Fields]]:
-    """Return all bodies, objects in them and queries by their place, the union of all protocols."""
+    """Return the structs of bodies, of objects in them, and of queries, by place, as a Source's
+    `route`, for all protocols.
+    """
     found: dict[str, type[Fields]] = {}
     for route in routes_of(PROTOCOLS):
         start = f"{route.method} {route.path}"
@@ -436,10 +454,11 @@ def _about(status: Neutral | Refused) -> str:
 
 
 def main() -> int:
+    """Write or compare the page or the list. Returns the exit status: 1 if `--check` differs."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=("peers", "page"))
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("--folder", type=Path, help="where the packages lie, or are kept")
+    parser.add_argument("--folder", type=Path, help="folder of the packages, kept between calls")
     given = parser.parse_args()
     if given.what == "page":
         path, text = PAGE, page()
@@ -451,7 +470,7 @@ def main() -> int:
         path.write_text(text, encoding="utf-8")
         return 0
     is_same = path.is_file() and text == path.read_text(encoding="utf-8")
-    print(f"{path} is {'true' if is_same else 'not true: run this without --check'}")
+    print(f"{path} is {'up to date' if is_same else 'out of date: run this without --check'}")
     return 0 if is_same else 1
 
 

@@ -1,12 +1,13 @@
-"""Record what kernels are launched and how, and compile what was recorded without a device.
+"""Record the launches of Triton kernels, and compile the recorded kernels without a device.
 
     python -m scripts.kernel_launches LAUNCHES [SHARE NUM_SHARES]
 
-compiles the launches of the file LAUNCHES for an H100 into Triton's cache, TRITON_CACHE_DIR, and
-prints as JSON which entries of the cache they need and which kernels were compiled anew. Run it
-where TRITON_INTERPRET is not set. A launch is recorded as Triton tells launches apart: of an
-integer whether it is 1, a multiple of 16 or another, of a pointer its type and whether it is
-aligned, and the value of a constant.
+compiles the launches in the file LAUNCHES for an H100 into Triton's cache, TRITON_CACHE_DIR. It
+prints as JSON the entries of the cache that they need and the kernels that were compiled anew. Run
+it without TRITON_INTERPRET. A record has the properties by which Triton distinguishes launches:
+whether an integer is 1, a multiple of 16 or another; a pointer's type and whether it is aligned;
+the value of a constant.
+Run by `scripts.gpu_bundle`; the tests record launches by `recorded`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build, cache, driver, interpreter
 
 H100 = GPUTarget("cuda", 90, 32)
-ALIGNMENT = 16  # bytes of a pointer, and what integers are multiples of
-# How a machine's programs are linked, by the command `file`; "" where there is no such command.
+ALIGNMENT = 16  # Triton asks whether pointers and integers are multiples of it
+# Linkage of a machine's programs, as the command `file` prints it; "" without that command.
 LINKAGES = ("ELF", "")
 
 
@@ -44,14 +45,15 @@ LINKAGES = ("ELF", "")
 
 
 class Recorder:
-    """Writes each kind of launch once, a line of JSON each, to the end of the file `path`."""
+    """Appends each kind of launch once to the file `path`, as a line of JSON."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: set[str] = set()
         self.interprets = True
 
-    def note(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def record(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        """Write the launch of a kernel's `function`, unless one of its kind was written."""
         line = describe(function, args, kwargs)
         if line not in self._seen:
             self._seen.add(line)
@@ -60,7 +62,7 @@ class Recorder:
 
     @contextmanager
     def launches_alone(self) -> Iterator[None]:
-        """Kernels that are launched meanwhile are recorded and not run: they write nothing."""
+        """Record the kernels that are launched in the block, without running them."""
         before, self.interprets = self.interprets, False
         try:
             yield
@@ -70,14 +72,14 @@ class Recorder:
 
 @contextmanager
 def recorded(path: Path) -> Iterator[Recorder]:
-    """Record what Triton's interpreter launches meanwhile."""
+    """Record to the file `path` what Triton's interpreter launches in the block."""
     recorder, run = Recorder(path), interpreter.InterpretedFunction.run
 
-    def note_and_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        recorder.note(kernel.fn, args, kwargs)
+    def record_and_run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        recorder.record(kernel.fn, args, kwargs)
         return run(kernel, *args, grid=grid, warmup=warmup or not recorder.interprets, **kwargs)
 
-    interpreter.InterpretedFunction.run = note_and_run
+    interpreter.InterpretedFunction.run = record_and_run
     try:
         yield recorder
     finally:
@@ -85,7 +87,7 @@ def recorded(path: Path) -> Iterator[Recorder]:
 
 
 def describe(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str:
-    """A launch as a line of JSON; the same line for launches that need the same compiled kernel."""
+    """Return a launch as a line of JSON. Launches of one compiled kernel give the same line."""
     signature = inspect.signature(function)
     options = {name: value for name, value in kwargs.items() if name not in signature.parameters}
     own = {name: value for name, value in kwargs.items() if name in signature.parameters}
@@ -98,7 +100,9 @@ def describe(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 
 def _described(value: Any, is_constant: bool) -> Any:
-    """["tensor", dtype, whether it is aligned], ["dtype", name], or a number or None as it is."""
+    """Return an argument for JSON: ["tensor", dtype, whether it is aligned], ["dtype", name], or a
+    value itself. A number stands for all that Triton treats alike, unless it is a constant.
+    """
     if isinstance(value, Tensor):
         is_aligned = value.data_ptr() % ALIGNMENT == 0
         return ["tensor", str(value.dtype).removeprefix("torch."), is_aligned]
@@ -115,7 +119,7 @@ def _described(value: Any, is_constant: bool) -> Any:
 
 
 def _alike(value: int) -> int:
-    """The number that stands for all integers which Triton treats as this one."""
+    """Return the integer that stands for all integers that Triton treats as `value`."""
     if value == 1:
         return 1
     large = 2**40 if not -(2**31) <= value < 2**31 else 0
@@ -126,8 +130,9 @@ def _alike(value: int) -> int:
 
 
 def with_variants(lines: Iterable[str]) -> list[str]:
-    """The launches, and beside each the same ones with all pointers aligned, and in bfloat16 where
-    they are in float16: on a device copies are aligned, and the interpreter's bfloat16 is wrong.
+    """Return the launches, each also with aligned pointers and with bfloat16 for float16.
+
+    On a device copies are aligned. Tests in the interpreter avoid bfloat16, which it gets wrong.
     """
     found: dict[str, None] = {}
     for line in lines:
@@ -159,19 +164,19 @@ class Compiler:
     """
 
     def __init__(self, libraries: Path) -> None:
-        """`libraries`: an empty folder, for a library to link launchers with."""
+        """`libraries`: an empty folder, to which a library is written that launchers link with."""
         self.keys: set[str] = set()
         self.compiled: list[str] = []
         self._libraries = libraries
 
     def compile(self, lines: Iterable[str]) -> None:
-        """May be called once in a process: it sets Triton's driver and hooks."""
+        """Compile recorded launches. Call once in a process: it sets Triton's driver and hooks."""
         make_libcuda(self._libraries)
         driver.set_active(_OfflineDriver())
         knobs.nvidia.libcuda_path = str(self._libraries)
         knobs.compilation.store_binary_only = True
-        knobs.compilation.listener = self._note
-        # Of this Triton each signature has a launcher; later ones launch all by one module.
+        knobs.compilation.listener = self._record_compiled
+        # Some Tritons have a launcher for each signature; later ones launch all by one module.
         has_launchers = hasattr(nvidia, "make_launcher")
         nvidia.compile_module_from_src = self._build_module
         if lines := list(lines):
@@ -182,15 +187,16 @@ class Compiler:
             if has_launchers:
                 nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
-    def _note(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
+    def _record_compiled(self, *, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
             self.compiled.append(src.name)
 
     def _build_module(
         self, src: str, name: str, library_dirs: Any, include_dirs: Any, libraries: Any, *_: Any
     ) -> Any:
-        """Stands for Triton's function of that place, which would also load the module: that needs
-        a driver. The cache's key holds what `file` says of Python, so there are two of each.
+        """Compile a module into the cache. Replaces Triton's `compile_module_from_src`, which would
+        also load the module and so needs a driver. The cache's key depends on Python's linkage, so
+        a module is stored under the key of each of LINKAGES.
         """
         file_name = name + sysconfig.get_config_var("EXT_SUFFIX")
         *machine, _ = build.platform_key().split(",")
@@ -217,14 +223,14 @@ class Compiler:
 
 
 class _Module:
-    """A module that was compiled and not loaded."""
+    """Stands for a module that was compiled and not loaded. Every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def compile_launch(line: str) -> Any:
-    """The compiled kernel of a recorded launch."""
+    """Compile the kernel of a recorded launch, or find it in the cache. Returns it."""
     launch = json.loads(line)
     module, name = launch["kernel"].split(":")
     kernel = getattr(import_module(module), name)
@@ -234,7 +240,7 @@ def compile_launch(line: str) -> Any:
 
 
 def _argument(described: Any) -> Any:
-    """An argument that Triton compiles the same kernel for."""
+    """Return an argument for which Triton compiles the same kernel as for the recorded one."""
     if not isinstance(described, list):
         return described
     kind, name, *is_aligned = described
@@ -245,8 +251,8 @@ def _argument(described: Any) -> Any:
 
 
 def make_libcuda(folder: Path) -> None:
-    """A library with the driver's name and functions, to link with where there is no driver. Only
-    a library that has what is missing is noted in what is linked.
+    """Write a library with the driver's name and functions to `folder`, to link with without a
+    driver. It needs the functions, since a linker records only libraries that resolve a symbol.
     """
     header = Path(nvidia.dirname, "include", "cuda.h").read_text(encoding="utf-8")
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))
@@ -257,6 +263,7 @@ def make_libcuda(folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Compile this process's share of the launches, and print the result as JSON."""
     lines = with_variants(Path(arguments[0]).read_text(encoding="utf-8").splitlines())
     share, num_shares = map(int, arguments[1:] or (0, 1))
     with tempfile.TemporaryDirectory() as folder:

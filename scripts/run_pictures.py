@@ -2,8 +2,9 @@
 
 python scripts/run_pictures.py [overrides of the demo]
 
-It runs the demo as it is (some minutes), reads the screen of its terminal, and writes to
-docs/images: dashboard.svg, report.png and report-samples.png.
+Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
+folder, reads the screen of its terminal, and writes dashboard.svg, report.png and
+report-samples.png to docs/images.
 Needs pyte (pip install pyte), and chromium for the report.
 """
 
@@ -34,21 +35,21 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 110, 40
 RUN_NAME = "pictures"
-NUM_COLOURS = 128  # of a PNG, which is half as large then
-MAX_BYTES = 300_000
-PAGE_WIDTH, TALL = 1280, 6_000  # pixels
+NUM_COLOURS = 128  # of a PNG; halves its size
+MAX_BYTES = 300_000  # of a PNG in docs/
+PAGE_WIDTH, TALL = 1280, 6_000  # pixels; TALL holds the whole report
 PALETTE = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names of yellow
 
 
 def main() -> None:
-    """Make all pictures."""
+    """Make all pictures. Raises SystemExit if a program is missing or the run fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("overrides", nargs="*", help="of the demo")
-    parser.add_argument("--step", type=int, default=60, help="after which the dashboard is shown")
+    parser.add_argument("overrides", nargs="*", help="overrides of the demo's settings")
+    parser.add_argument("--step", type=int, default=60, help="show the dashboard after this step")
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
-        raise SystemExit("chromium was not found; it draws the report")
+        raise SystemExit("chromium was not found; it draws the report: install it")
     with tempfile.TemporaryDirectory() as folder:
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
         (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
-    """Run the job in `folder` in a terminal; draw its screen after `step`, between two steps."""
+    """Run the job in `folder` in a terminal. Write its most suitable screen to dashboard.svg."""
     try:
         import pyte
     except ImportError as error:
@@ -76,7 +77,7 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
     process, terminal = start_in_terminal([*command, *overrides], folder)
     while True:
         if not select.select([terminal], [], [], 0.05)[0]:
-            # While nothing is written, the screen is whole.
+            # The job writes nothing now, so no screen is half drawn.
             if (found := worth_showing(screen.display, step)) > worth:
                 chosen, worth = text_of(screen), found
             continue
@@ -94,7 +95,7 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
 
 
 def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
-    """Start `command` in a pseudo-terminal; returns its process id and the terminal's file."""
+    """Start `command` in a pseudo-terminal. Returns its process id and the terminal's file."""
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
@@ -105,7 +106,9 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """2 for a dashboard after `step` with a part of the next batch, 1 for another after `step`."""
+    """Return how well the screen suits: 2 for a dashboard after `step` with a part of the next
+    batch, 1 for another dashboard after `step`, 0 for any other screen.
+    """
     shown = "\n".join(lines)
     steps, rollouts = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) roll", shown)
     if steps is None or rollouts is None or int(steps[1]) < step:
@@ -114,7 +117,7 @@ def worth_showing(lines: list[str], step: int) -> int:
 
 
 def text_of(screen: Any) -> Text:
-    """The screen of a pyte terminal, with its colours, without the empty lines around it."""
+    """Return the dashboard on a pyte screen with its colours, from the line with the step on."""
     lines = []
     for y in range(screen.lines):
         cells = [screen.buffer[y][x] for x in range(screen.columns)]
@@ -129,7 +132,7 @@ def text_of(screen: Any) -> Text:
 
 
 def style_of(cell: Any) -> str:
-    """A cell's style as rich names it."""
+    """Return a cell's style as rich names it."""
     colour = PALETTE.get(cell.fg, cell.fg)
     if len(colour) == 6 and all(letter in "0123456789abcdef" for letter in colour):
         colour = f"#{colour}"
@@ -139,7 +142,10 @@ def style_of(cell: Any) -> str:
 
 
 def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool = False) -> None:
-    """Draw the first `height` pixels of a page, or its last ones, in a headless browser."""
+    """Write the first `height` pixels of the page at `url` to `path`, by a headless browser.
+
+    `is_end`: write the last `height` pixels that are not empty instead.
+    """
     with tempfile.TemporaryDirectory() as profile:
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
         size = f"--window-size={PAGE_WIDTH},{TALL if is_end else height}"
@@ -155,7 +161,7 @@ def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool 
 
 
 def shrink(source: Path, target: Path) -> None:
-    """Write a PNG with fewer colours. Raises SystemExit if it is still too large for the docs."""
+    """Write `source` to `target` with fewer colours. Raises SystemExit if that is too large."""
     with Image.open(source) as image:
         image.convert("RGB").quantize(NUM_COLOURS).save(target, optimize=True)
     if target.stat().st_size > MAX_BYTES:

@@ -3,8 +3,9 @@
     python scripts/triton_cache.py install .gpu/triton FOLDER
 
 Run programs with TRITON_CACHE_DIR=FOLDER afterwards. Triton keeps each compiled kernel in a folder
-of its own, and lists the folder's files by their absolute paths. A packed cache lists them by name,
-and holds only what a launch reads. Needs the standard library alone.
+of its own, an entry, and lists the entry's files by their absolute paths. A packed cache lists them
+by name, and has only the files that a launch reads. Used by `scripts.gpu_bundle`, which packs, and
+`scripts.gpu_check`, which installs. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-GROUP = "__grp__"  # begins the name of a file that lists the files of a kernel
-CHILDREN = "child_paths"
+GROUP = "__grp__"  # start of the name of a file that lists the files of a kernel
+CHILDREN = "child_paths"  # key of that list
 # Machine code and its description, and modules that launch kernels. A launch reads nothing else.
 KEPT_SUFFIXES = (".cubin", ".json", ".so")
 
 
 def pack(cache: Path, folder: Path, keys: Collection[str]) -> int:
-    """Make `folder` hold the entries `keys` of `cache`, and no others. Returns how many are new."""
+    """Make the entries `keys` of `cache` the contents of `folder`. Returns how many were copied."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name not in keys:
@@ -34,7 +35,7 @@ def pack(cache: Path, folder: Path, keys: Collection[str]) -> int:
 
 
 def install(folder: Path, cache: Path) -> int:
-    """Copy the packed entries of `folder` that `cache` lacks, for use there. Returns how many."""
+    """Copy the packed entries that `cache` lacks into it, for use there. Returns their number."""
     cache.mkdir(parents=True, exist_ok=True)
     new = sorted(entries(folder) - entries(cache))
     for key in new:
@@ -43,7 +44,7 @@ def install(folder: Path, cache: Path) -> int:
 
 
 def entries(cache: Path) -> set[str]:
-    """The keys of what a cache holds, packed or not; none where there is no such folder."""
+    """Return the keys of a cache's entries, packed or not; empty if the folder does not exist."""
     return {path.name for path in cache.iterdir() if path.is_dir()} if cache.is_dir() else set()
 
 
@@ -53,7 +54,7 @@ def num_kernels(cache: Path) -> int:
 
 
 def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
-    """Copy an entry's files. Lists of files name them as they lie in `target`, or `by_name`."""
+    """Copy an entry's files. Their list has names if `by_name`, else absolute paths in `target`."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         if path.name.startswith(GROUP):
@@ -66,13 +67,13 @@ def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit status: 2, after a line that says why, for other arguments."""
+    """Install a packed cache. Returns the exit status: 0, or 2 with a message for bad arguments."""
     if len(arguments) != 3 or arguments[0] != "install":
         print("usage: triton_cache.py install PACKED_FOLDER CACHE_FOLDER", file=sys.stderr)
         return 2
     source, target = map(Path, arguments[1:])
     if not source.is_dir():
-        print(f"error: {source} is no folder: `make gpu-bundle` makes it", file=sys.stderr)
+        print(f"error: {source} is not a folder: `make gpu-bundle` makes it", file=sys.stderr)
         return 2
     num_new = install(source, target)
     print(f"{target}: {num_new} entries installed, {num_kernels(target)} kernels in all")

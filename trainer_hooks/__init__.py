@@ -4,18 +4,19 @@
     generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
                makes batches beside the training; ThreadedLLM for an LLM in this process
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
-    collate    collate_rollouts -> RolloutBatch (the producer's batches have one: batch.rollouts)
+    collate    collate_rollouts -> RolloutBatch; a TrainingBatch of the producer holds one
     advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       head_logits, token_logprobs, token_entropies, policy_loss, PolicyLossConfig,
                value_loss
     update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
-               a mixture with the experts of its rollouts; ReferencePolicy
+               passes of a mixture with the experts that its rollouts used; ReferencePolicy
     push       WeightSync; join_push on ranks without an engine; full_tensors, merged_tensors
     measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 
-examples/grpo_minimal.py and examples/async_minimal.py are whole loops. What only jobs need (Hydra
-configs, a dashboard, files of a run) is in trainer_hooks.train.
+Used by users' training loops, the examples, the benchmarks and the training job
+(`trainer_hooks.train`: Hydra configs, a dashboard, the files of a run). examples/grpo_minimal.py
+and examples/async_minimal.py are whole loops.
 """
 
 import warnings as _warnings
@@ -95,7 +96,6 @@ __all__ = [
     "learnability_weight",
     # generate
     "GenerationPhase",
-    "GuardedStep",
     "generation_phase",
     "AsyncRolloutProducer",
     "TrainingBatch",
@@ -130,6 +130,9 @@ __all__ = [
     "kl_estimate",
     "value_loss",
     "effective_sample_size",
+    # update
+    "GuardedStep",
+    "NonFiniteGradientError",
     "UpdateSettings",
     "update_policy",
     "accumulate_gradients",
@@ -151,7 +154,6 @@ __all__ = [
     # measure
     "evaluate",
     "MetricsLogger",
-    "NonFiniteGradientError",
     # save
     "TrainerState",
     "WeightsVersionCounter",
@@ -161,7 +163,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-# Deprecated names, with the module and the name that replace them. They go in 0.2.
+# Module and name that replace each deprecated name. Version 0.2 removes the deprecated names.
 _RENAMED = {
     "take_part": ("trainer_hooks", "join_push"),
     "fixed_logprobs": ("trainer_hooks", "compute_logprobs"),

@@ -1,7 +1,9 @@
 """Checkpoints of a training run, and a counter whose weights versions are never used twice.
 
-Used by training loops and by the training job. It writes step_<step> directories and a file with
-the highest version.
+Used by users' training loops, `trainer_hooks.train.main` and `trainer_hooks.train.learner`;
+`trainer_hooks.doctor.command` reads the checkpoints, `trainer_hooks.weight_sync.fsdp2` implements
+StatefulOptimizer. It writes and deletes step_<step> directories, sets torch's, numpy's and Python's
+random states on a load, and writes a file with the highest version.
 """
 
 from __future__ import annotations
@@ -30,8 +32,15 @@ _PARAMETERS_FILE = "optimizer.json"  # the optimizer's class and the shapes of i
 _RNG_FILE = "rng_state.pt"
 _SCHEDULER_FILE = "scheduler.pt"
 _OWN_FILE = "own_state.pt"
-# Errors of torch.load for truncated files, which depend on where a file ends.
-_TORN = (OSError, EOFError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError)
+# Errors of torch.load for truncated files. The class depends on where a file ends.
+_TRUNCATED_FILE_ERRORS = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    pickle.UnpicklingError,
+)
 
 
 class SavesPretrained(Protocol):
@@ -43,9 +52,7 @@ class SavesPretrained(Protocol):
 
 
 class Stateful(Protocol):
-    """An object whose state is saved and loaded, such as a scheduler of
-    torch.optim.lr_scheduler.
-    """
+    """An object whose state is saved and loaded, such as a learning-rate scheduler of torch."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -53,7 +60,7 @@ class Stateful(Protocol):
 
 
 class StatefulOptimizer(Stateful, Protocol):
-    """An optimizer of torch, or a `WholeOptimizer`, which gathers the state of a sharded one."""
+    """An optimizer of torch, or a `WholeOptimizer`, which gathers a sharded optimizer's state."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -84,15 +91,17 @@ def save_checkpoint(
     scheduler: Stateful | None = None,
     own_state: Any = None,
 ) -> Path:
-    """Write the checkpoint `root`/step_<step>: a Hugging Face directory with the trainer's state in
-    it.
+    """Write the checkpoint `root`/step_<step>, a Hugging Face directory with the trainer's state.
 
     A checkpoint is complete or absent: the files are written to a hidden directory that is then
     renamed. They include the random states of torch (with accelerators), numpy and Python.
+    A checkpoint of the same step is replaced, and leftovers of killed processes are deleted.
+    `policy`, `tokenizer`: written by their `save_pretrained`; no tokenizer files if None.
+    `optimizer`, `scheduler`: their `state_dict()` is written; no scheduler state if None.
     `own_state`: further state of the run as tensors, numbers, text, lists and dicts; see
     `read_own_state`.
-    `keep`: number of checkpoints up to this step that remain, with this one. Older ones are
-    deleted; checkpoints of later steps are not touched.
+    `keep`: number of checkpoints that remain, this one included. Older ones are deleted;
+    checkpoints of later steps are neither counted nor deleted.
     Returns the checkpoint's directory. Raises ConfigError for `keep` below 1, and for an
     `own_state` that could not be read back.
     """
@@ -127,38 +136,35 @@ def save_checkpoint(
 
 
 def restore_checkpoints(root: Path | str) -> None:
-    """Restore checkpoints whose replacement was interrupted by a kill, as `save_checkpoint` also
-    does.
+    """Restore the checkpoints under `root` whose replacement was interrupted by a kill.
 
-    Only the process that writes under `root` may call this.
+    `save_checkpoint` does it too. Only the process that writes under `root` may call this.
     """
     for replaced in Path(root).glob(".step_*.old"):
         restore_directory(replaced.with_name(replaced.name[1:].removesuffix(".old")))
 
 
 def find_checkpoint(root: Path | str) -> Path | None:
-    """Return the checkpoint of the highest step under `root`, or None."""
+    """Return the directory of the checkpoint of the highest step under `root`, or None."""
     return next(iter(reversed(_checkpoints(Path(root)))), None)
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """Return the state in a checkpoint. Raises ConfigError for another directory or a truncated
-    file.
-    """
+    """Return the TrainerState of a checkpoint. Raises ConfigError if it is missing or truncated."""
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
         raise ConfigError(f"{checkpoint} is not a trainer's checkpoint: it has no {_STATE_FILE}")
     try:
         return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise _torn(path, error) from error
+        raise _truncated_file_error(path, error) from error
 
 
 def read_own_state(checkpoint: Path | str) -> Any:
-    """Return the `own_state` in a checkpoint, or None.
+    """Return the `own_state` in a checkpoint's directory, or None if it has none.
 
-    Raises ConfigError for objects of other classes, which are never unpickled, and for a truncated
-    file.
+    Raises ConfigError for a truncated file and for objects of classes beyond those that
+    `save_checkpoint` allows, which are never unpickled.
     """
     path = Path(checkpoint) / _OWN_FILE
     if not path.exists():
@@ -170,8 +176,8 @@ def read_own_state(checkpoint: Path | str) -> Any:
             f"own_state holds more than tensors, numbers, text, lists and dicts, or {path} was cut "
             f"short: {error}"
         ) from error
-    except _TORN as error:
-        raise _torn(path, error) from error
+    except _TRUNCATED_FILE_ERRORS as error:
+        raise _truncated_file_error(path, error) from error
 
 
 def load_checkpoint(
@@ -179,12 +185,13 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer | StatefulOptimizer,
     scheduler: Stateful | None = None,
 ) -> TrainerState:
-    """Load the states of `optimizer`, `scheduler` and all random generators. Returns the run's
-    state.
+    """Load the states of `optimizer`, `scheduler` and the random generators from a checkpoint.
 
-    Load the policy by `from_pretrained(checkpoint)` before creating its optimizer.
-    Raises ConfigError, and changes nothing, if the directory is not a checkpoint, belongs to a run
-    with another optimizer, other parameters or without a scheduler, or has a truncated file.
+    The generators are those of torch (with accelerators), numpy and Python. Load the policy by
+    `from_pretrained(checkpoint)` before creating its optimizer.
+    Returns the run's TrainerState. Raises ConfigError, and changes nothing, if the directory is not
+    a checkpoint or has a truncated file, if it was saved with another optimizer or other
+    parameters, and if `scheduler` is given but was not saved.
     """
     root = Path(checkpoint)
     state = read_trainer_state(root)
@@ -192,11 +199,11 @@ def load_checkpoint(
     random_states = _read_tensors(root / _RNG_FILE)
     if scheduler is not None and not (root / _SCHEDULER_FILE).exists():
         raise ConfigError(f"{checkpoint} was saved without a scheduler; load it without one")
-    of_scheduler = {} if scheduler is None else _read_tensors(root / _SCHEDULER_FILE)
+    scheduler_state = {} if scheduler is None else _read_tensors(root / _SCHEDULER_FILE)
     _require_same_parameters(root, saved, optimizer)
     optimizer.load_state_dict(saved)
     if scheduler is not None:
-        scheduler.load_state_dict(of_scheduler)
+        scheduler.load_state_dict(scheduler_state)
     _restore_random_states(random_states)
     return state
 
@@ -204,8 +211,9 @@ def load_checkpoint(
 def _require_same_parameters(
     root: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer | StatefulOptimizer
 ) -> None:
-    """Raise ConfigError if the saved state is from another kind of optimizer or other
-    parameters.
+    """Raise ConfigError unless the checkpoint in `root` has the kind and parameters of `optimizer`.
+
+    `saved`: the optimizer's saved state.
     """
     remedy = "resume with the settings of that run, or start a new run in another directory"
     own, theirs = (
@@ -222,7 +230,7 @@ def _require_same_parameters(
         described = json.loads(path.read_text(encoding="utf-8"))
         kind, shapes = described["kind"], described["shapes"]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _torn(path, error) from error
+        raise _truncated_file_error(path, error) from error
     mine = _described(optimizer)
     if kind != mine["kind"]:
         raise ConfigError(f"{root} has an optimizer {kind}, this run {mine['kind']}; {remedy}")
@@ -235,23 +243,21 @@ def _require_same_parameters(
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's kind and the shapes of its parameters, in the order of its state."""
+    """Return the optimizer's `kind` or class name, and its parameters' shapes in order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = getattr(optimizer, "kind", type(optimizer).__name__)
     return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
 
 
 def _read_tensors(path: Path) -> Any:
-    """Return what torch.save wrote to `path`. Raises ConfigError for a missing or truncated
-    file.
-    """
+    """Return the object saved in `path`. Raises ConfigError for a missing or truncated file."""
     try:
         return torch.load(path, weights_only=True)
-    except _TORN as error:
-        raise _torn(path, error) from error
+    except _TRUNCATED_FILE_ERRORS as error:
+        raise _truncated_file_error(path, error) from error
 
 
-def _torn(path: Path, error: Exception) -> ConfigError:
+def _truncated_file_error(path: Path, error: Exception) -> ConfigError:
     reason = f"{type(error).__name__}: {error}"
     return ConfigError(f"{path} is missing or was cut short ({reason}); use an earlier checkpoint")
 
@@ -260,9 +266,10 @@ class WeightsVersionCounter:
     """Reserves increasing weights versions and keeps the highest in a file.
 
     After a resume from an older checkpoint, a version that engines have already seen must not name
-    other weights: rollouts of the discarded steps may still carry it.
-    `floor`: highest version known from elsewhere, such as a checkpoint. Raises ConfigError for a
-    file without a number.
+    other weights, because rollouts of the discarded steps may still carry it.
+    `path`: file with the highest version; it need not exist.
+    `floor`: highest version known from elsewhere, such as a checkpoint.
+    Raises ConfigError for a file that does not hold a number.
     """
 
     def __init__(self, path: Path | str, floor: int = 0) -> None:
@@ -282,14 +289,14 @@ class WeightsVersionCounter:
         return self._highest
 
     def reserve(self) -> int:
-        """Return the next version, after writing it to the file."""
+        """Return the next version, already written to the file."""
         self._highest += 1
         replace_text(self._path, f"{self._highest}\n")
         return self._highest
 
 
 def _checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, by step."""
+    """Return the directories of the complete checkpoints under `root`, sorted by step."""
     found = [path for path in root.glob("step_*") if _DIRECTORY_NAME.fullmatch(path.name)]
     return sorted(found, key=_step_of)
 

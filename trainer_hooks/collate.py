@@ -1,10 +1,12 @@
 """collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
-Used by training loops and by the producer for its batches. The update, the metrics and the doctor
-read RolloutBatch. It does not change its arguments.
+Used by users' training loops and by AsyncRolloutProducer for its batches. `trainer_hooks.update`,
+`trainer_hooks.metrics.measure`, `trainer_hooks.train` and `trainer_hooks.doctor` read RolloutBatch.
+No function changes its arguments.
 
-Shape letters: R rollouts, B rows, each a token sequence of a rollout (most rollouts have one), T
-positions of prompt + completion, right padded, L layers with experts, K experts of a token.
+Shape letters: R rollouts, B rows, T positions of prompt + completion, right padded, L layers with
+experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token sequence of a
+rollout; most rollouts have one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rollout.requests.routing import UNKNOWN, first_known
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout, sequence_tokens
 
-# Distribution of the behaviour log-probs: the one that a trainer recomputes, or the sampled one.
+# Distribution of the behaviour log-probs. "temperature": softmax of logits / temperature, which a
+# trainer recomputes. "processed": the sampled one, after truncation, biases and penalties.
 TrainedLogprobs = Literal["temperature", "processed"]
 
 
@@ -31,10 +34,10 @@ TrainedLogprobs = Literal["temperature", "processed"]
 class RolloutBatch:
     """CPU tensors of a batch, one row per token sequence; the rows of a rollout are adjacent.
 
-    Most rollouts are one token sequence, and B = R. See `Rollout` for rollouts of several.
-    `mask_BT`: True on the tokens to train on: generated ones, of all turns, of rollouts that did
-    not fail. Prompts and tool output are False. Log-probs, lags and staleness are 0 where the mask
-    is False. Column t belongs to token t.
+    Column t belongs to token t. If no rollout has several token sequences (`Rollout`), B = R.
+    `mask_BT`: True on the tokens to train on, which are the generated tokens of all turns of
+    rollouts that did not fail. Prompts and tool output are False. `collate_rollouts` sets
+    log-probs, lags and staleness to 0 where the mask is False.
     `rewards_R`: reward of each rollout, NaN for a failed one.
     `rollout_index_B`: index of the rollout of each row.
     `prompt_lengths_B`: number of tokens before the first generated one.
@@ -78,11 +81,7 @@ class RolloutBatch:
 
     @property
     def rewards_B(self) -> torch.Tensor:
-        """Reward of each row, float32, if each rollout has one row.
-
-        Raises ConfigError if a rollout has several rows, because a view of these rewards as groups
-        would mix up the groups.
-        """
+        """Reward of each row, float32. Raises ConfigError if a rollout has several rows."""
         num_several = int((self.rollout_index_B.bincount(minlength=self.num_rollouts) > 1).sum())
         if num_several:
             raise ConfigError(
@@ -105,7 +104,7 @@ class RolloutBatch:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return for each row, [B], the value of its rollout. `values_R`: [R] or [P, G].
+        """Return the value of each row's rollout, [B]. `values_R`: [R], or [P, G] with P * G = R.
 
         Raises ConfigError unless there is one value per rollout.
         """
@@ -122,17 +121,17 @@ class RolloutBatch:
 
     @property
     def rollout_tokens_B(self) -> torch.Tensor:
-        """Number of trained tokens in all rows of each row's rollout, int64."""
+        """Number of trained tokens in each row's rollout, over all its rows, int64."""
         return self.per_row(self.per_rollout(self.mask_BT.sum(dim=1)))
 
     def split_rollouts(
         self, num_parts: int, kept_R: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Split the rollouts at random into `num_parts` parts, or one each. Returns their rows.
+        """Split the rollouts at random into parts. Returns the row indices of each part.
 
-        Parts differ by at most one rollout, and all rows of a rollout are in one part. Rollouts
-        without a trained token, or with False in `kept_R`, are left out. Draws from torch's
-        generator.
+        There are `num_parts` parts, or one per rollout if there are fewer rollouts. Parts differ by
+        at most one rollout, and all rows of a rollout are in one part. Rollouts without a trained
+        token, or with False in `kept_R`, are left out. Draws from torch's generator.
         """
         is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
         rollouts = (is_trained_R if kept_R is None else is_trained_R & kept_R).nonzero().flatten()
@@ -142,16 +141,17 @@ class RolloutBatch:
         return [match.nonzero()[:, 1] for match in matches]
 
     def without_truncated(self) -> RolloutBatch:
-        """Return the batch with a mask that leaves out truncated rollouts.
+        """Return the batch with False in `mask_BT` for all tokens of truncated rollouts.
 
-        Their rewards still count for the baseline of their group. Source: DAPO, "overlong
+        Their rewards stay and count for the baseline of their group. Source: DAPO, "overlong
         filtering" (Yu et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's `mask_truncated_completions`.
         """
         return replace(self, mask_BT=self.mask_BT & ~self.is_truncated_B[:, None])
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
-        """Return the rows of an index or bool tensor, with their rollouts, cut to the longest
-        row.
+        """Return a batch of the given rows and their rollouts, cut to the longest of these rows.
+
+        `rows`: indices (int64) or a bool mask [B]. Rollouts are numbered anew, in order.
         """
         lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
@@ -175,19 +175,22 @@ def collate_rollouts(
     logprobs_mode: TrainedLogprobs | None = None,
     routing: bool = False,
 ) -> RolloutBatch:
-    """Return the batch of `requests` and their `rewards`, to be trained on at `train_version`.
+    """Return the batch of `requests` and their `rewards`.
 
     `requests`: finished requests; a sample of several turns is a Rollout.
-    `rewards`: None or NaN marks a failed rollout, which is masked out rather than scored 0.
+    `rewards`: one per request. None or NaN marks a failed rollout, whose tokens are masked out.
+    `train_version`: version of the weights that will be trained, from which lags are counted.
     `temperature`: divisor of the trainer's logits.
+    `pad_id`: token id on padding.
     `logprobs_mode`: required mode of the engine's log-probs. The mode `temperature` has what the
     trainer recomputes, so that ratios start at 1. The mode `processed` has the true probability of
     each draw: with truncated sampling (top_k, top_p, min_p) ratios start below 1, and the loss
-    needs proximal log-probs. None requires the mode of the rollouts' sampling.
+    needs proximal log-probs. None requires `processed` if a request was sampled in that mode, else
+    `temperature`.
     `routing`: True adds `routing_BTLK`; the engine needs record_routing=True.
-    Raises ConfigError if log-probs are missing or have another mode or temperature, if prompt
-    tokens or routing are missing, if there is not one reward per rollout, and if a token was
-    sampled after `train_version`.
+    Raises ConfigError if there are no requests or not one reward for each. For rollouts that did
+    not fail, it also raises ConfigError if log-probs, prompt tokens or routing are missing, if
+    log-probs have another mode or temperature, and if a token was sampled after `train_version`.
     """
     rollouts = [as_rollout(request) for request in requests]
     rewards_R = _valid_rewards(rollouts, rewards)
@@ -242,7 +245,7 @@ def _valid_rewards(
 def _routing(
     sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
 ) -> torch.Tensor | None:
-    """Return the experts of all tokens, padded with -1; None if no turn has any."""
+    """Return `routing_BTLK`; None if no turn has routing. Raises ConfigError for several shapes."""
     rows = [
         first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
@@ -282,7 +285,7 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """Return the columns of one token sequence, without padding and with an empty mask."""
+    """Return the columns of one token sequence by field name, with False in all of the mask."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
@@ -328,9 +331,10 @@ def check_logprobs_match(
 ) -> None:
     """Raise ConfigError unless sampling with `params` gives the log-probs that the trainer needs.
 
-    `temperature`: divisor of the trainer's logits. With truncation, biases or penalties, the mode
-    of the sampling must be `logprobs_mode`. Without them the modes `temperature` and `processed`
-    are equal, as is `raw` at temperature 1. The error names the mode and temperature of both sides.
+    The sampling must return log-probs at `temperature`, the divisor of the trainer's logits. With
+    truncation, biases or penalties, its mode must be `logprobs_mode`. Without them the modes
+    `temperature` and `processed` are equal, as is `raw` at temperature 1. The error names the mode
+    and temperature of both sides.
     """
     if logprobs_mode not in get_args(TrainedLogprobs):
         known = ", ".join(map(repr, get_args(TrainedLogprobs)))
@@ -357,9 +361,10 @@ def check_logprobs_match(
         )
 
 
-def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogprobs:
-    """Return the log-prob mode of rollouts sampled with `params`. Raises ConfigError if it cannot
-    train.
+def logprobs_mode_of(params: SamplingParams, temperature: float) -> TrainedLogprobs:
+    """Return the mode that `collate_rollouts` must require of rollouts sampled with `params`.
+
+    Raises ConfigError if a trainer at `temperature` cannot use their log-probs.
     """
     mode: TrainedLogprobs = "processed" if params.logprobs_mode == "processed" else "temperature"
     check_logprobs_match(params, temperature, mode)
@@ -367,9 +372,7 @@ def trained_logprobs(params: SamplingParams, temperature: float) -> TrainedLogpr
 
 
 def reshaping_text(params: SamplingParams) -> str:
-    """Return the sampling settings that change the distribution beyond the temperature, as text, or
-    "".
-    """
+    """Return the active settings of truncation, biases and penalties as text; "" without any."""
     settings = {
         "top_k": params.top_k > 0,
         "top_p": 0.0 < params.top_p < 1.0,
@@ -385,12 +388,11 @@ def reshaping_text(params: SamplingParams) -> str:
 
 
 def _reward_or_nan(reward: float | None) -> float:
-    """Return a reward as a number; None, which means the rollout failed, as NaN."""
     return math.nan if reward is None else float(reward)
 
 
 def _behaviour_logprobs(request: DynamicInferenceRequest) -> torch.Tensor:
-    """Return log-probs of the generated tokens, float32. Raises ConfigError if one is missing."""
+    """Return the generated tokens' log-probs, float32. Raises ConfigError if one is missing."""
     logprobs = request.generated_log_probs
     if logprobs is None or len(logprobs) != len(request.generated_tokens):
         raise ConfigError(

@@ -1,7 +1,8 @@
 """evaluate: measures the mean reward of the current weights on a set of prompts.
 
-Used by training loops and by the training job, also while a producer works. It samples through the
-engines and changes no weights.
+Used by users' training loops, `trainer_hooks.train.task` and `trainer_hooks.train.warm_up`, also
+while a producer works. It submits requests to the engines and calls the reward function. It changes
+no weights and writes no files.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scored:
+    """The samples of one prompt, with a reward and, if there is an `answer_fn`, an answer each."""
+
     item: PromptItem
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
@@ -66,21 +69,26 @@ async def evaluate(
     success_reward: float = 1.0,
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
 ) -> dict[str, float]:
-    """Sample and score each prompt `n` times. Returns metrics whose names begin with `prefix`.
+    """Sample and score each prompt `n` times. Returns metrics named `<prefix>/<metric>`.
 
     It may run while a producer works and weights are updated: its requests share the engines and
-    continue after pauses. `version_min` and `version_max` are the versions that sampled its tokens;
-    they are equal if the weights did not change meanwhile.
+    continue after pauses. `version_min` and `version_max` are the lowest and highest version that
+    sampled a token, -1 if nothing was sampled.
     `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over prompts of the
     best sample. `rewards/<term>`: mean of a term of WeightedRewards.
-    `pass_at`: for each k, `pass@k` is the chance that one of k samples has a reward of at least
-    `success_reward`. `sampling_params`: with a seed, each prompt gets its own seed derived from it.
-    `answer_fn`: returns the answer in a completion, or None. `maj@n` is the reward of the most
-    frequent answer. `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
-    Where rows have the column `data_source`, as verl's do, all metrics but the versions also come
-    per source, as `<prefix>/<source>/*`.
-    Raises ConfigError for prompts that PromptLedger refuses, RewardFunctionError for a reward
-    function that never succeeds, and TimeoutError after `timeout_s` seconds, all requests aborted.
+    `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
+    `sampling_params`: with a seed, each prompt gets its own seed derived from it.
+    `tokenizer`: decodes completions for `reward_fn`; None takes the tokenizer of `llm`, if any.
+    `max_concurrent`: number of prompts that are sampled at a time.
+    `pass_at`: values of k. `pass@k` is the mean chance that one of k samples of a prompt has a
+    reward of at least `success_reward`.
+    `answer_fn`: returns the answer in a completion, or None. `maj@<n>` is the mean reward of the
+    most frequent answer of each prompt.
+    Rows with the column `data_source`, as verl has them, also give the metrics of each source, as
+    `<prefix>/<source>/<metric>`, without the versions and `seconds`.
+    Raises ConfigError for prompts that PromptLedger refuses, for `n` or `max_concurrent` below 1
+    and for a k that is not from 1 to `n`. Raises RewardFunctionError for a reward function that has
+    never succeeded, and TimeoutError after `timeout_s` seconds; then all requests are aborted.
     """
     loop = asyncio.get_running_loop()
     _check_counts(n, max_concurrent, pass_at)
@@ -89,7 +97,7 @@ async def evaluate(
     text, places = tokenizer_for(llm, tokenizer), asyncio.Semaphore(max_concurrent)
 
     async def score(index: int, item: PromptItem) -> _Scored:
-        params = _of_prompt(sampling_params, seed, index)
+        params = _params_of_prompt(sampling_params, seed, index)
         async with places:
             rollouts = await sample_rollouts(llm, item, params, n, rollout_fn, text)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
@@ -113,15 +121,15 @@ async def evaluate(
 
 
 def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
-    """Return the base of the prompts' seeds; None lets the engine choose seeds.
+    """Return the seed from which each prompt's seed derives, or None to let the engine choose.
 
-    Turns of a RolloutLLM derive their seeds from a base, so `rollout_fn` gets a new one if `params`
-    has none.
+    A RolloutLLM derives the seeds of its turns from the prompt's seed. So with a `rollout_fn` and
+    no seed in `params`, this returns a random one.
     """
     return system_seed() if params.seed is None and rollout_fn is not None else params.seed
 
 
-def _of_prompt(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
+def _params_of_prompt(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
     """Return `params` with the seed of prompt `index`, unless `seed` is None."""
     return params if seed is None else replace(params, seed=mix_seed(seed, index))
 
@@ -134,7 +142,7 @@ def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
 
 
 def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
-    """Return all rows, as PromptLedger reads them."""
+    """Return all rows, as PromptLedger reads them, in order."""
     ledger, items = PromptLedger(prompts, shuffle=False, num_epochs=1), []
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
@@ -156,14 +164,14 @@ async def _rewards_or_nan(
 def _metrics_by_source(
     scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
 ) -> dict[str, float]:
-    """Return the metrics of all prompts, and of the prompts of each source under its name."""
+    """Return the metrics of all prompts, and those of each source as `<source>/<metric>`."""
     metrics = _metrics(scored, pass_at, success_reward)
     sources = [each.item.columns.get("data_source") for each in scored]
     for source in dict.fromkeys(sources):
         if source is not None:
-            own = [each for each, of in zip(scored, sources, strict=True) if of == source]
-            of_source = _metrics(own, pass_at, success_reward)
-            metrics |= {f"{source}/{name}": value for name, value in of_source.items()}
+            own = [each for each, its in zip(scored, sources, strict=True) if its == source]
+            source_metrics = _metrics(own, pass_at, success_reward)
+            metrics |= {f"{source}/{name}": value for name, value in source_metrics.items()}
     return metrics
 
 
@@ -205,7 +213,7 @@ def _versions(scored: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
-    """Return 1 - C(n - c, k) / C(n, k) for c successes in n samples; a failed sample is no success.
+    """Return 1 - C(n - c, k) / C(n, k) for c successes in n samples. NaN is no success.
 
     Source: Chen et al. 2021 (Codex), arXiv 2107.03374, eq. 1.
     """
@@ -214,10 +222,11 @@ def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
 
 
 def _majority_reward(scored: _Scored) -> float:
-    """Return the mean reward of the samples with the most frequent answer, or 0 without an answer.
+    """Return the mean reward of the samples with the most frequent answer, without failed ones.
 
-    Of equally frequent answers the first counts. Source: self-consistency (Wang et al. 2023), arXiv
-    2203.11171, sec. 2.
+    Returns 0 if no sample has an answer or all of these samples failed. Of equally frequent answers
+    the first counts.
+    Source: self-consistency (Wang et al. 2023), arXiv 2203.11171, sec. 2.
     """
     assert scored.answers is not None
     votes = Counter(answer for answer in scored.answers if answer is not None)

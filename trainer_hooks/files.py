@@ -1,7 +1,8 @@
-"""Atomic replacement of files and directories: after a kill, the old or the new one is there,
-whole.
+"""Replacement of files and directories that a kill cannot leave half written.
 
-Used by checkpoints, metrics files and run files. `set_aside` renames files that a user may want to
+Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.train.run_files`
+and `trainer_hooks.doctor.command`. A file is always the old or the new one. A directory may be
+absent after a kill, until `restore_directory`. `set_aside` renames files that a user may want to
 keep.
 """
 
@@ -14,8 +15,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` by the file that `write` writes: beside it, flushed to the disk, then
-    renamed.
+    """Replace `path` by the file that `write` writes, and make the parent directories.
+
+    `write` gets a path beside `path`. The file is flushed to the disk and then renamed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
@@ -25,12 +27,12 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of `path`."""
+    """Replace `path` by a file with the content `text`, in UTF-8."""
     replace_file(path, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Replace the directory `target` by the finished directory `staging`, by renames."""
+    """Replace the directory `target` by `staging`. Renames `target` first, then `staging`."""
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
@@ -43,7 +45,7 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Restore `target` if a kill interrupted `replace_directory`, else delete its outdated copy."""
+    """Rename the outdated copy back to `target` if `target` is absent, else delete the copy."""
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)
@@ -67,7 +69,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def _outdated(target: Path) -> Path:
-    """Return the path to which `replace_directory` moves the old directory."""
+    """Return the path to which `replace_directory` renames the old directory."""
     return target.with_name(f".{target.name}.old")
 
 

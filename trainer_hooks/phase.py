@@ -1,8 +1,8 @@
 """generation_phase: runs the engine within a block of a training step and suspends it afterwards.
 
-For trainers that share their device with the engine (colocated training); also used by
-trl_rollouts and train.warm_up. It pauses, suspends, resumes and unpauses the LLM, and pushes
-weights.
+Used by training loops that share their device with the engine (colocated training), by
+`trainer_hooks.train.main`, `trainer_hooks.train.warm_up` and `TRLRollouts`. It pauses, suspends,
+resumes and unpauses the LLM, and pushes weights. `TimeAccount` reads its `PhaseTimings`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from rollout.control.state import EngineState
 from rollout.errors import ConfigError
 from trainer_hooks.weight_sync import NamedParameters
 
-Command = tuple[str, Callable[[], Any]]
+# A name for the times and reports, and a call of the LLM or of the weight sync.
+_NamedCall = tuple[str, Callable[[], Any]]
 _RESUMES = "resume_weights", "resume"
 
 
 class Suspendable(Protocol):
-    """The control methods of an LLM that a phase calls. An asynchronous LLM returns awaitables."""
+    """The control methods of an LLM that a phase calls. Those of AsyncLLM return awaitables."""
 
     @property
     def state(self) -> EngineState:
@@ -36,7 +37,10 @@ class Suspendable(Protocol):
         ...
 
     def suspend(
-        self, mode: KVCacheManagementMode | None = None, release: Sequence[str] = ...
+        self,
+        mode: KVCacheManagementMode | None = None,
+        release: Sequence[str] = ...,
+        discard_weights: bool = ...,
     ) -> Any:
         """Release memory: PAUSED -> SUSPENDED. Returns a SuspendReport."""
         ...
@@ -65,21 +69,18 @@ class PushesWeights(Protocol):
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Do as `push`, and await it."""
+        """Push as `push` does, from a coroutine."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimings:
-    """Seconds of each part of a phase; 0 for a part that was not needed.
+    """Seconds of each part of a phase; 0 for a part that was not needed."""
 
-    The resume includes the unpause, the suspend includes the pause.
-    """
-
-    update_s: float
-    resume_s: float
-    generate_s: float
-    suspend_s: float
+    update_s: float  # the push
+    resume_s: float  # with the unpause
+    generate_s: float  # the block
+    suspend_s: float  # with every pause, also the one before the push
 
 
 class GenerationPhase:
@@ -96,6 +97,7 @@ class GenerationPhase:
         version: int | None,
         mode: KVCacheManagementMode | None,
         release: Sequence[str],
+        discard_weights: bool,
     ) -> None:
         if (weight_sync is None) != (named_parameters is None):
             raise ConfigError(
@@ -112,7 +114,7 @@ class GenerationPhase:
         if weight_sync is not None and named_parameters is not None:
             self._push = (weight_sync, named_parameters)
         self._version = version
-        self._mode, self._release = mode, tuple(release)
+        self._mode, self._release, self._discard = mode, tuple(release), discard_weights
         self._seconds: dict[str, float] = {}
         self._reports: dict[str, Any] = {}
         self._generate_start_s = 0.0
@@ -134,15 +136,16 @@ class GenerationPhase:
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """Report of the resume; None if the engine was not suspended. The sum, if the weights were
-        resumed before the rest.
+        """Report of the resume; None if the engine was not suspended.
+
+        If the weights were resumed before the rest, it is the sum of both reports.
         """
         reports = [self._reports[name] for name in _RESUMES if name in self._reports]
-        return _together(reports) if reports else None
+        return _sum_of(reports) if reports else None
 
     @property
     def suspend_report(self) -> SuspendReport | None:
-        """Report of the suspend; None before it, and if the engine was stopped in the block."""
+        """Report of the suspend; None before it, and after a block that stopped the engine."""
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:
@@ -152,38 +155,38 @@ class GenerationPhase:
                 "`async with generation_phase(...)`"
             )
         try:
-            self._run(self._entry_commands(asynchronous=False))
+            self._run(self._entry_calls(asynchronous=False))
         except BaseException:
-            self._run(self._undo_commands())
+            self._run(self._undo_calls())
             raise
         self._generate_start_s = time.perf_counter()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._seconds["generate"] = time.perf_counter() - self._generate_start_s
-        self._run(self._exit_commands())
+        self._run(self._exit_calls())
 
     async def __aenter__(self) -> GenerationPhase:
         try:
-            await self._arun(self._entry_commands(asynchronous=True))
+            await self._arun(self._entry_calls(asynchronous=True))
         except BaseException:
-            await self._arun(self._undo_commands())
+            await self._arun(self._undo_calls())
             raise
         self._generate_start_s = time.perf_counter()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._seconds["generate"] = time.perf_counter() - self._generate_start_s
-        await self._arun(self._exit_commands())
+        await self._arun(self._exit_calls())
 
-    def _entry_commands(self, *, asynchronous: bool) -> Iterator[Command]:
-        """Yield the commands from the engine's current state to RUNNING with the new weights."""
+    def _entry_calls(self, *, asynchronous: bool) -> Iterator[_NamedCall]:
+        """Yield the calls that bring the engine to RUNNING with the new weights."""
         if self._push is not None:
             weight_sync, named_parameters = self._push
             if self._llm.state is EngineState.RUNNING:
                 yield "pause", self._llm.pause
             # The push needs the weights' memory. Other memory is restored after it.
-            if self._llm.state is EngineState.SUSPENDED and "weights" in self._release:
+            if self._llm.state is EngineState.SUSPENDED:
                 yield "resume_weights", lambda: self._llm.resume(only="weights")
             push = weight_sync.apush if asynchronous else weight_sync.push
             yield "update", lambda: push(named_parameters, self._version)
@@ -192,33 +195,31 @@ class GenerationPhase:
         if self._llm.state is not EngineState.RUNNING:
             yield "unpause", self._llm.unpause
 
-    def _exit_commands(self) -> Iterator[Command]:
-        """Yield the commands from the engine's current state to SUSPENDED; no command if the engine
-        is stopped.
-        """
+    def _exit_calls(self) -> Iterator[_NamedCall]:
+        """Yield the calls that suspend the engine; none if it is suspended or stopped."""
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:
             yield "suspend", self._suspend
 
-    def _undo_commands(self) -> Iterator[Command]:
-        """Yield the commands that suspend the engine again after an entry failed."""
+    def _undo_calls(self) -> Iterator[_NamedCall]:
+        """Yield the calls that suspend the engine again, with its weights, after a failed entry."""
         if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
             yield "suspend", self._suspend
-        yield from self._exit_commands()
+        yield from self._exit_calls()
 
     def _suspend(self) -> Any:
-        return self._llm.suspend(self._mode, self._release)
+        return self._llm.suspend(self._mode, self._release, self._discard)
 
-    def _run(self, commands: Iterator[Command]) -> None:
-        for name, command in commands:
+    def _run(self, calls: Iterator[_NamedCall]) -> None:
+        for name, call in calls:
             start_s = time.perf_counter()
-            self._record(name, start_s, command())
+            self._record(name, start_s, call())
 
-    async def _arun(self, commands: Iterator[Command]) -> None:
-        for name, command in commands:
+    async def _arun(self, calls: Iterator[_NamedCall]) -> None:
+        for name, call in calls:
             start_s = time.perf_counter()
-            report = command()
+            report = call()
             self._record(name, start_s, await report if inspect.isawaitable(report) else report)
 
     def _record(self, name: str, start_s: float, report: Any) -> None:
@@ -226,8 +227,8 @@ class GenerationPhase:
         self._reports[name] = report
 
 
-def _together(reports: Sequence[ResumeReport]) -> ResumeReport:
-    """Return the sum of the reports of successive resumes."""
+def _sum_of(reports: Sequence[ResumeReport]) -> ResumeReport:
+    """Return one report of successive resumes: their sums, with the mode of the last."""
     owners = sorted({owner for report in reports for owner in report.restored_by_owner})
     return ResumeReport(
         mode=reports[-1].mode,
@@ -249,6 +250,7 @@ def generation_phase(
     version: int | None = None,
     mode: KVCacheManagementMode | None = None,
     release: Sequence[str] = ("kv_cache",),
+    discard_weights: bool = False,
 ) -> GenerationPhase:
     """Return a context manager that runs the engine in a `with` or `async with` block.
 
@@ -256,16 +258,21 @@ def generation_phase(
     pushed while the engine is paused or suspended; then it is resumed and unpaused. On exit, also
     after an exception in the block or a refused push, it is paused and suspended. Unfinished
     requests stay in the engine and continue in the next phase with the new weights.
+    `weight_sync`, `named_parameters`: pusher of the weights, and the weights to push; None for a
+    phase without new weights.
     `version`: version of the pushed weights; None for the engine's next version.
-    `mode`: KVCacheManagementMode of the suspend; None takes the engine's.
-    `release`: resources that the suspend releases, "kv_cache" and "weights". With "weights", a
-    suspended engine must have been suspended with the same `release`; entry restores its weights
-    before the push and the rest after it.
+    `mode`: KVCacheManagementMode of the suspend; None takes the mode of the engine's config.
+    `release`: resources that the suspend releases, "kv_cache" and "weights". Entry restores
+    released weights before the push and the rest after it.
+    `discard_weights`: keep no copy of released weights. Before the engine runs again, the trainer
+    must push all weights: a push then writes them in place, without memory for a second copy.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
 
     Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, if `version` is
-    given without them, and for a plain `with` on an asynchronous LLM.
+    given without them, and on entry for a plain `with` of an asynchronous LLM.
     """
-    return GenerationPhase(llm, weight_sync, named_parameters, version, mode, release)
+    return GenerationPhase(
+        llm, weight_sync, named_parameters, version, mode, release, discard_weights
+    )

@@ -1,6 +1,7 @@
-"""load_pretrained: loads a Hugging Face checkpoint that a setting names, or raises one clear error.
+"""load_pretrained: loads a model or tokenizer from a Hugging Face checkpoint named in a setting.
 
-Used by the training job, the doctor and RewardModel.
+Used by `trainer_hooks.train.task`, `trainer_hooks.train.adapter`, `trainer_hooks.doctor.command`
+and `RewardModel`. It only reads files.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from rollout.models.checkpoints.smollm2 import model_directory
 
 
 def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
-    """Return `kind.from_pretrained(path, **options)`; `kind` is an Auto class of transformers.
+    """Return `kind.from_pretrained(path, **options)`.
 
-    The path may be "smollm2" (`model_directory`).
-
-    Raises ConfigError, which names `setting`, if there is nothing at `path` that it can load.
+    `kind`: an Auto class of transformers, or a class with its `from_pretrained`.
+    `setting`: name of the setting that gave `path`, for the error.
+    `path`: a directory, a model downloaded before, or "smollm2" (`model_directory`).
+    Raises ConfigError if `kind` cannot load `path`.
     """
     try:
         return kind.from_pretrained(model_directory(path), **options)

@@ -1,6 +1,8 @@
 """Rollout: one sample of a prompt, of one or several turns, with its tokens and its reward.
 
-Used by the producer, environments, reward functions and collate_rollouts.
+Used by users' rollout functions, `trainer_hooks.environments`, `trainer_hooks.producer`,
+`trainer_hooks.doctor`, `score_rollouts`, `evaluate` and `collate_rollouts`. It never changes after
+construction.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Rollout:
     is_truncated: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a rollout without turns, starts that are not turns in order, and a
-        prompt that does not extend the previous turn.
+        """Raise ConfigError for a rollout with neither turns nor a failure, for starts that are not
+        turns in order, and for a prompt that does not extend the previous turn.
         """
         if not self.requests and self.failure is None:
             raise ConfigError("a rollout needs at least one request")
@@ -67,30 +69,30 @@ class Rollout:
 
     @property
     def sequences(self) -> list[Sequence[DynamicInferenceRequest]]:
-        """The turns of each token sequence; one without turns for a rollout without turns."""
+        """The turns of each token sequence. A rollout without turns has one empty sequence."""
         ends = [*self.sequence_starts[1:], len(self.requests)]
         pairs = zip(self.sequence_starts, ends, strict=True)
         return [self.requests[start:end] for start, end in pairs]
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first generated one."""
+        """Number of tokens before the first generated one."""
         return len(self.requests[0].prompt_tokens) if self.requests else 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all token sequences."""
+        """Number of tokens in all token sequences."""
         return sum(turns[-1].num_tokens for turns in self.sequences if turns)
 
     @property
     def tokens_T(self) -> torch.Tensor:
-        """All tokens of the last sequence, int64."""
+        """All tokens of the last token sequence, int64."""
         return sequence_tokens(self.sequences[-1])
 
     @property
     def completion_ids(self) -> list[int]:
-        """All tokens after the first prompt, with tool output. Each further token sequence is
-        appended from its first generated token on.
+        """All tokens after the first prompt, with tool output. Of each further token sequence, only
+        those after its first turn's prompt.
         """
         ids = []
         for turns in self.sequences:
@@ -105,7 +107,7 @@ class Rollout:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Generated tokens of all turns, without tool output."""
+        """Number of generated tokens of all turns, without tool output."""
         return sum(len(turn.generated_tokens) for turn in self.requests)
 
     @property
@@ -116,20 +118,18 @@ class Rollout:
 
     @property
     def finish_reason(self) -> str | None:
-        """The last turn's finish reason, or "length" if a limit ended the rollout after it; None
-        without a turn.
-        """
+        """The last turn's finish reason, or "length" if `is_truncated`; None without a turn."""
         if self.is_truncated:
             return "length"
         return self.requests[-1].finish_reason if self.requests else None
 
     def succeeded(self) -> bool:
-        """Return whether nothing failed, neither a turn nor its environment."""
+        """Return whether neither a turn nor the environment failed."""
         return self.failure is None and all(turn.succeeded() for turn in self.requests)
 
 
 def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
-    """Return all tokens of one token sequence, int64. Its last turn has them all."""
+    """Return all tokens of one token sequence, int64, which are those of its last turn."""
     if not turns:
         return torch.zeros(0, dtype=torch.int64)
     generated = torch.tensor(turns[-1].generated_tokens, dtype=torch.int64)

@@ -1,7 +1,8 @@
 """TRLRollouts: lets TRL's GRPOTrainer generate with an LLM of this package.
 
-Used in a TRL script as `rollout_func`. It pushes the trainer's weights into the LLM, and the
-trainer corrects its loss by the LLM's log-probs.
+Used by users' TRL scripts as `rollout_func`, and by examples/train_trl.py and
+`benchmarks.trl_step`. It pushes the trainer's weights into the LLM, submits requests, and resumes
+and suspends the LLM around them. The trainer corrects its loss by the LLM's log-probs.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ class TRLRollouts:
     compare the trainer's log-probs with the engine's.
 
     Seeds derive from the engine's `seed`, the trainer's process index and its step. So processes
-    with one seed draw different samples, and a resumed trainer repeats no noise.
+    with equal engine seeds draw different samples, and a resumed trainer does not repeat the seeds
+    of the steps before.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._weight_sync = WeightSync(llm)
         self._are_weights_old = True
-        self._latest_call = (-1, -1)  # the trainer's step, and the calls within it before this one
+        self._latest_call = (-1, -1)  # the trainer's step, and the index of the call in that step
 
     def attach(self, trainer: Any) -> None:
-        """Make `trainer` push its weights and use the engine's log-probs. Call this before
-        training.
+        """Make `trainer` report new weights and use the engine's log-probs. Call before training.
 
+        Sets the trainer's `use_vllm`, `vllm_generation` and `_last_loaded_step`.
         Raises ConfigError for settings of the trainer that this engine cannot follow.
         """
         check_trainer(trainer)
@@ -58,11 +60,12 @@ class TRLRollouts:
         self._are_weights_old = True
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Return one completion for each of `prompts`, which are text or chat messages.
+        """Generate one completion for each of `prompts`, which are texts or lists of chat messages.
 
-        Adjacent equal prompts share their KV. Raises RolloutError if a request fails, and
-        ConfigError for settings of the trainer that this engine cannot follow (tables in
-        `trl_settings`).
+        Returns `prompt_ids`, `completion_ids` and `logprobs`, each with one list per prompt.
+        Adjacent equal prompts are one group and share their prompt's KV. Raises RolloutError if a
+        request fails, and ConfigError for settings of the trainer that this engine cannot follow
+        (tables in `trl_settings`) and for prompts with images, video or sound.
         """
         check_trainer(trainer)
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
@@ -85,7 +88,7 @@ class TRLRollouts:
         return _as_output(requests)
 
     def _next_seed(self, trainer: Any) -> int:
-        """Return the seed of this call."""
+        """Return the seed of this call, and count the call."""
         step = int(trainer.state.global_step)
         latest_step, num_calls = self._latest_call
         self._latest_call = (step, num_calls + 1 if step == latest_step else 0)
@@ -121,6 +124,7 @@ def _is_text(message: Any) -> bool:
 
 
 def _as_output(requests: Sequence[DynamicInferenceRequest]) -> dict[str, list[list[Any]]]:
+    """Return the result of `__call__`. Raises RolloutError for a failed request."""
     for request in requests:
         if not request.succeeded():
             raise RolloutError(

@@ -1,7 +1,7 @@
-"""Tables of a TRL GRPOTrainer's settings: used, without effect, or refused.
+"""Translates the settings of a TRL GRPOTrainer to SamplingParams, and refuses the others.
 
-Used by TRLRollouts. The tables hold every field of GRPOConfig in TRL 1.16 and every setting of
-`generation_kwargs`.
+Used by `TRLRollouts`. The tables name every field of GRPOConfig in TRL 1.16 and every setting of
+`generation_kwargs` as used, refused or without effect.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
 
-# Fields of GRPOConfig that decide what is generated. GRPOTrainer copies most of them to attributes
-# of its own, and passes each prompt once per sample.
+# Fields of GRPOConfig that decide what is generated. GRPOTrainer copies most of them to its own
+# attributes. It applies num_generations itself by passing each prompt once per sample.
 USED = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"),
@@ -57,7 +57,7 @@ REFUSED: Mapping[str, RefusedSetting] = {
     "use_transformers_paged": RefusedSetting((False,), _OF_TRANSFORMERS),
 }
 
-# Fields without an effect on what is generated, by the reason.
+# Fields of GRPOConfig without an effect on what is generated, by the reason.
 NO_EFFECT: Mapping[str, frozenset[str]] = {
     "which prompts the trainer asks for, and when": frozenset(
         {
@@ -131,8 +131,8 @@ NO_EFFECT: Mapping[str, frozenset[str]] = {
 _KNOWN = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
 
 
-# Settings of `generation_kwargs`, under the names of transformers and of vLLM, and the fields of
-# SamplingParams that they become. `_ends_of` has those of end tokens.
+# Fields of SamplingParams that each setting of `generation_kwargs` becomes. Settings have the names
+# of transformers and of vLLM. `_end_token_fields` translates the settings in `_ENDS`.
 _GENERATION: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "temperature": lambda value: {"temperature": value},
     "top_p": lambda value: {"top_p": 0.0 if value == 1 else value},  # 1.0 is off
@@ -151,7 +151,7 @@ _GENERATION: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "allowed_token_ids": lambda value: {"allowed_token_ids": value},
 }
 _ENDS = ("eos_token_id", "stop_token_ids", "ignore_eos")
-# Settings that change text only, or how transformers computes the same tokens.
+# Settings that change only the text, or only how transformers computes the same tokens.
 _GENERATION_WITHOUT_EFFECT = frozenset(
     {
         *("pad_token_id", "bos_token_id", "use_cache", "disable_compile", "compile_config"),
@@ -159,7 +159,7 @@ _GENERATION_WITHOUT_EFFECT = frozenset(
         *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
     }
 )
-# Values with which other settings ask for nothing, None apart.
+# Values at which the other settings have no effect. None has no effect for any setting.
 _GENERATION_NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"), 1),
     **dict.fromkeys(("typical_p", "length_penalty", "encoder_repetition_penalty"), 1.0),
@@ -171,6 +171,7 @@ _GENERATION_NEUTRAL: Mapping[str, Any] = {
     "do_sample": True,
     "guidance_scale": 1.0,
 }
+# What to use instead of a refused setting, for the error message.
 _GENERATION_REMEDIES: Mapping[str, str] = {
     "suppress_tokens": "logit_bias with -100 for these tokens",
     "sequence_bias": "logit_bias for single tokens",
@@ -183,12 +184,13 @@ _GENERATION_REMEDIES: Mapping[str, str] = {
 
 
 def sampling_params_of(trainer: Any) -> SamplingParams:
-    """Return the SamplingParams, with log-probs, that a GRPOTrainer's settings request.
+    """Return the SamplingParams that the settings of a GRPOTrainer request.
 
-    Log-probs are those of the sampling: the trainer recomputes the policy's own, clips around them,
-    and weighs by the ratio of the two. Completions end at the end tokens of the trainer's tokenizer
-    and model, and of the engine. As in TRL, `generation_kwargs` override fields of the same
-    meaning. Raises ConfigError for settings that an engine cannot follow.
+    They request the log-probs of the sampled distribution (mode `processed`). The trainer computes
+    the policy's log-probs itself, clips around them, and weighs tokens by the ratio of the two.
+    Completions end at the end tokens of the engine and of the trainer's tokenizer and model, unless
+    `generation_kwargs` set others. As in TRL, `generation_kwargs` override fields of the same
+    meaning. Raises ConfigError for settings of `generation_kwargs` that an engine cannot follow.
     """
     given: dict[str, Any] = {
         "temperature": trainer.temperature,
@@ -199,10 +201,10 @@ def sampling_params_of(trainer: Any) -> SamplingParams:
         "max_new_tokens": trainer.max_completion_length,
         **(trainer.args.generation_kwargs or {}),
     }
-    # Two names of one setting: the one that `generation_kwargs` has wins.
+    # vLLM's name of the same setting, in `generation_kwargs`, overrides max_completion_length.
     if given.get("max_tokens") is not None:
         del given["max_new_tokens"]
-    fields = _ends_of(trainer, given)
+    fields = _end_token_fields(trainer, given)
     for name, value in given.items():
         if value is None or name in _GENERATION_WITHOUT_EFFECT:
             continue
@@ -214,9 +216,10 @@ def sampling_params_of(trainer: Any) -> SamplingParams:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ConfigError for settings of a GRPOTrainer that its rollout function cannot follow.
+    """Raise ConfigError for a GRPOTrainer that TRLRollouts cannot serve.
 
-    Logs a warning for changed settings of a newer TRL, which are not in the tables.
+    Refused are the values that REFUSED does not allow, tools, environments and vision-language
+    models. Logs a warning for fields that are not in the tables, if they differ from their default.
     """
     args = trainer.args
     for name, refused in REFUSED.items():
@@ -237,12 +240,12 @@ def check_trainer(trainer: Any) -> None:
         logger.warning("GRPOConfig has settings that TRLRollouts does not know: %s", ", ".join(new))
 
 
-def _ends_of(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _end_token_fields(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Remove the end-token settings from `given` and return them as fields of SamplingParams.
 
-    The trainer recognises complete completions by its `eos_token_ids`, the end tokens of its
-    tokenizer and model. As in transformers, an `eos_token_id` in `generation_kwargs` replaces all
-    of them.
+    The stop tokens are the trainer's `eos_token_ids`, by which it recognises complete completions,
+    and the `stop_token_ids` given. `ignore_eos` leaves the former out. As in transformers, a given
+    `eos_token_id` replaces the end tokens of the trainer and of the engine.
     """
     more = list(given.pop("stop_token_ids", None) or ())
     eos, ignores = given.pop("eos_token_id", None), given.pop("ignore_eos", None)

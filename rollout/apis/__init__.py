@@ -1,8 +1,12 @@
-"""LLM, AsyncLLM and ThreadedLLM: generation and control, in this process or over a fleet."""
+"""LLM, AsyncLLM and ThreadedLLM: generation and control, in this process or over a fleet.
+
+Used by user programs, the `rollout` commands and trainer_hooks. Each name's module is imported when
+the name is first used.
+"""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that it gives to this package. The stub beside this file has the same.
+# Module -> the names that this package takes from it. The stub beside this file lists the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM MegatronAsyncLLM",
     "rollout.apis.fleet_runtime": "FleetRuntime",

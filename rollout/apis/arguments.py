@@ -1,8 +1,7 @@
-"""Arguments of callers in one form, the groups that one LLM has submitted, and the lock of its
-thread.
+"""Checks and converts the arguments of LLMs; also an LLM's submitted groups and its thread's lock.
 
-Used by all LLMs of this folder. Functions bring prompts, sampling parameters and fields of the
-config to one form. `Groups` is written by its LLM alone.
+Used by `rollout.apis.llm`, `rollout.apis.async_llm`, `rollout.apis.streaming`, `rollout.cli` and
+`rollout.testing`. `as_groups` and `config_with` change nothing. Only its LLM writes a `Groups`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rollout.text import Prompt
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
-# The keyword parameters of AsyncLLM that LLM does not have itself, and their defaults.
+# AsyncLLM's keyword parameters that LLM only passes on, and their defaults.
 FLEET_DEFAULTS: Mapping[str, Any] = {
     "data_parallel_size": 1,
     "spawn": None,
@@ -44,20 +43,16 @@ _NO_LISTS = (bytes, bytearray, memoryview, Mapping, Set)
 def as_groups(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingArgument, n: int
 ) -> tuple[list[tuple[Prompt, list[SamplingParams]]], bool]:
-    """Return (each prompt with the parameters of its n samples, whether a single one was given).
-
-    Raises InvalidRequestError, see `as_batch` and `_per_sample`.
-    """
+    """Return (each prompt with the parameters of its n samples, whether a single prompt was given).
+    Raises InvalidRequestError as `as_batch` and `_per_sample` do."""
     batch, is_single = as_batch(prompts)
     return list(zip(batch, _per_sample(sampling_params, len(batch), n), strict=True)), is_single
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """Return (list of prompts, whether a single one was given). A flat list of ids is one prompt.
-
-    Tensors and arrays count as lists. Raises InvalidRequestError for anything else; the ids
-    themselves are not checked.
-    """
+    """Return (list of prompts, whether a single prompt was given). A text or a flat list of ids is
+    one prompt. Tensors, arrays and iterators count as lists. Raises InvalidRequestError for
+    anything else. The ids themselves are not checked."""
     if isinstance(prompts, str):
         return [prompts], True
     if not _is_list(prompts):
@@ -83,11 +78,9 @@ def _is_id(item: object) -> bool:
 def _per_sample(
     sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
-    """Return the parameters of n samples for each prompt. A given seed is mixed for each sample.
-
-    Raises InvalidRequestError unless these are SamplingParams, one for all or for each prompt, and
-    `n` is an integer of at least 1.
-    """
+    """Return the parameters of n samples for each prompt. Each sample's seed is mixed from a given
+    seed. Raises InvalidRequestError unless `sampling_params` are SamplingParams, one for all
+    prompts or one for each, and `n` is an integer of at least 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidRequestError(f"n={n!r} must be an integer of at least 1")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -119,10 +112,9 @@ def _per_sample(
 def config_with(
     config: InferenceConfig | None, fields: Mapping[str, Any], *more_names: str
 ) -> InferenceConfig:
-    """Return `config`, or the default one, with `fields` replaced. Raises ConfigError.
-
-    `more_names`: other keywords that the user may have meant by an unknown one.
-    """
+    """Return `config`, or the default config if it is None, with `fields` replaced. more_names:
+    other keywords that a user may have meant by an unknown one. Raises ConfigError for an unknown
+    field, with the nearest name, and for a value that is not valid."""
     if not isinstance(config, InferenceConfig | None):
         raise ConfigError(
             f"inference_config={config!r:.200} must be an InferenceConfig; fields of a dictionary "
@@ -142,7 +134,7 @@ def config_with(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All samples of one submitted prompt, in sample order; failed ones are among them."""
+    """All samples of one submitted prompt, in sample order, failed samples included."""
 
     group_id: int
     requests: list[DynamicInferenceRequest]
@@ -152,14 +144,14 @@ class Groups:
     """The submitted groups of one LLM. A group's id is the id of its first request."""
 
     def __init__(self) -> None:
-        # Group id -> samples by request id, in order; None for those that still run.
+        # Unfinished groups: group id -> samples by request id, in order; None while a sample runs.
         self._open: dict[int, dict[int, DynamicInferenceRequest | None]] = {}
-        self._group_of: dict[int, int] = {}
+        self._group_of: dict[int, int] = {}  # request id of a running sample -> group id
         self._finished: dict[int, RolloutGroup] = {}  # in order of completion
 
     @property
     def num_submitted(self) -> int:
-        """Number of groups that were not returned yet."""
+        """Number of groups that were submitted and not returned yet."""
         return len(self._open) + len(self._finished)
 
     @property
@@ -174,7 +166,8 @@ class Groups:
         return group_id
 
     def add_finished(self, request: DynamicInferenceRequest) -> None:
-        """Add a finished sample. Requests that were added to the engine directly are ignored."""
+        """Add a finished sample to its group. Ignores requests of no group, such as those that were
+        added to the engine directly."""
         group_id = self._group_of.pop(request.request_id, None)
         if group_id is None:
             return
@@ -186,7 +179,8 @@ class Groups:
             del self._open[group_id]
 
     def num_wanted(self, num_groups: int | None) -> int:
-        """Return how many groups `collect(num_groups)` returns. Raises InvalidRequestError."""
+        """Return the number of groups that `collect(num_groups)` waits for. Raises
+        InvalidRequestError for a negative `num_groups`."""
         if num_groups is not None and num_groups < 0:
             raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
         return self.num_submitted if num_groups is None else min(num_groups, self.num_submitted)
@@ -196,9 +190,8 @@ class Groups:
         return any(group_id in self._open for group_id in group_ids)
 
     def unfinished_requests(self, group_ids: Sequence[int]) -> list[int]:
-        """Return the ids of the samples that still run. Raises EngineStateError for a group that is
-        unknown or was returned before.
-        """
+        """Return the ids of the groups' samples that still run. Raises EngineStateError for a group
+        that is unknown or was returned already."""
         for group_id in group_ids:
             if group_id not in self._open and group_id not in self._finished:
                 raise EngineStateError(f"group {group_id} is unknown, or was returned already")
@@ -209,8 +202,8 @@ class Groups:
             if sample is None
         ]
 
-    def forget(self, group_id: int) -> list[int]:
-        """Drop a group. Returns the ids of its samples that still run."""
+    def drop(self, group_id: int) -> list[int]:
+        """Drop a group, if it is known. Returns the ids of its samples that still run."""
         if self._finished.pop(group_id, None) is not None or group_id not in self._open:
             return []
         left = self.unfinished_requests([group_id])
@@ -220,11 +213,11 @@ class Groups:
         return left
 
     def take(self, group_id: int) -> RolloutGroup:
-        """Return a finished group, and drop it."""
+        """Remove a finished group and return it."""
         return self._finished.pop(group_id)
 
     def take_finished(self, count: int) -> list[RolloutGroup]:
-        """Return up to `count` finished groups, in order of completion."""
+        """Remove up to `count` finished groups and return them, in order of completion."""
         return [self.take(group_id) for group_id in list(self._finished)[:count]]
 
 
@@ -239,7 +232,8 @@ class OneThread:
 
     @contextmanager
     def calling(self, method: str) -> Iterator[None]:
-        """Hold the lock. Raises EngineStateError if another thread does."""
+        """Hold the lock during the block. method: what the caller does, for the message. Raises
+        EngineStateError if another thread holds it."""
         if not self._lock.acquire(blocking=False):
             raise EngineStateError(
                 f"cannot {method} while another thread is in generate, submit or collect of this "

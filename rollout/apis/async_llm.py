@@ -1,7 +1,7 @@
 """AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
 
-Users make one, and FleetRuntime makes one for an LLM over a fleet. It starts and ends the fleet's
-processes and its client.
+Used by user programs, `rollout.cli.serve`, and `rollout.apis.llm` for an LLM over a fleet, through
+FleetRuntime. It starts and ends the fleet's processes, and keeps a client of the coordinator.
 """
 
 from __future__ import annotations
@@ -43,18 +43,19 @@ from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
-_NOTICE_S = 1.0  # between the end of a connection and that of the coordinator's process
+_NOTICE_S = 1.0  # wait for the end of the coordinator's process after that of the connection
 
 
 class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     """A model in `data_parallel_size` engine processes behind a coordinator. An async context
-    manager: leaving it ends all processes.
+    manager: leaving it ends all processes that it started.
 
-    `model`, `tokenizer`, `inference_config` and `config_fields` as for LLM. LLM's methods are to be
-    awaited here. They take effect on all engines, and return when the last one has confirmed.
+    `model`, `tokenizer`, `inference_config` and `config_fields` are as for LLM. Methods of LLM's
+    names are awaited here. They take effect on all engines, and return when the last engine has
+    confirmed.
 
-    Only processes of the same user can join, unless a host or a port is given. Over TCP every
-    process on the machine can, or, with `curve` in `coordinator_options`, peers with a known key.
+    Without a host or a port, only processes of the same user can join. With one, every process that
+    can connect to it can join, or, with `curve` in `coordinator_options`, peers with a known key.
     """
 
     _fleet: FleetProcesses | None
@@ -79,16 +80,19 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         weight_transport: str | WeightTransport | None = None,
         **config_fields: Any,
     ) -> None:
-        """spawn: engines that are started here, None for all; others dial `address`, as
-        `rollout engine --join` does. coordinator_options: further arguments of
-        DataParallelInferenceCoordinator, such as schedule_output_path or limits.
-        max_engine_restarts: how often in a row an engine that ends is started again.
-        start_timeout_s: how long a process may take to start, and requests wait for an engine.
-        launcher: starts the engines, as rollout.launch.ray does elsewhere; None: processes here.
-        weight_transport: how weights come to the engines, as docs/weight_transports.md names them;
-        None is "shared", for engines of this machine.
+        """Start the fleet's processes and wait until they run.
 
-        Raises ConfigError, ModelError and whatever else keeps a process from starting.
+        spawn: number of engines to start; None for all. The others connect to `address`, as
+        `rollout engine --join` does. coordinator_host, coordinator_port: where the coordinator
+        listens; None for a socket of this user. coordinator_options: further arguments of
+        DataParallelInferenceCoordinator, such as schedule_output_path or limits.
+        max_engine_restarts: how often in a row a failed engine is started again. start_timeout_s:
+        most seconds that a process takes to start, and that requests wait for an engine. launcher:
+        starts the engines, such as rollout.launch.ray on other hosts; None for processes here.
+        weight_transport: a name from docs/weight_transports.md, or a transport object; None for
+        "shared", which reaches engines on this machine.
+
+        Raises ConfigError, ModelError, and the error that keeps a process from starting.
         """
         if not use_coordinator:
             raise ConfigError("AsyncLLM needs use_coordinator=True; without a coordinator use LLM")
@@ -115,7 +119,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
             spawn=spawn,
             max_engine_restarts=max_engine_restarts,
             start_timeout_s=start_timeout_s,
-            on_lost=self._lose,
+            on_lost=self._on_fleet_lost,
         )
         self.address, self._curve = self._fleet.address, self._fleet.curve
 
@@ -129,11 +133,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         curve: CurveKeys | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Join the fleet of a running coordinator, which goes on when this AsyncLLM ends.
-
-        `address`, `seed` and `curve` as for InferenceClient. The engines' config decides whether
-        weights that are not finite are refused. Raises CoordinatorLostError.
-        """
+        """Connect to the fleet of a running coordinator, which goes on when this AsyncLLM ends.
+        `address`, `seed` and `curve` are as for InferenceClient. The engines' config decides
+        whether weights that are not finite are refused. Raises CoordinatorLostError."""
         llm = cls.joined(
             address, tokenizer, seed=seed, curve=curve, weight_transport=weight_transport
         )
@@ -151,8 +153,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         model_directory: str | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Return the AsyncLLM of `connect`, which connects at its first call. model_directory: the
-        model's directory, for a server."""
+        """Return an AsyncLLM as `connect` does, but without connecting; its first call connects.
+        model_directory: the model's directory, which a server reads."""
         llm = cls.__new__(cls)
         dialled = address_of(address)
         push = WeightPush(weight_transport, False, partial(host_towards, dialled))
@@ -169,8 +171,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         curve: CurveKeys | None = None,
     ) -> None:
         self.tokenizer, self._curve = tokenizer, curve
-        self.seed = given_or_drawn(seed, "an AsyncLLM")  # requests without one derive theirs
-        self.address = ""  # of the coordinator: other clients, and engines, may dial it
+        self.seed = given_or_drawn(seed, "an AsyncLLM")  # requests without a seed derive theirs
+        self.address = ""  # the coordinator's; other clients, and engines, may connect to it
         self.model_directory = None
         self.serving = Serving(self)
         self._fleet = None
@@ -184,7 +186,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def client(self) -> InferenceClient:
-        """The client. Raises EngineStateError unless started, and CoordinatorLostError."""
+        """The client of the coordinator. Raises EngineStateError before the start and after the
+        end, CoordinatorLostError if the fleet has ended."""
         if self._lost is not None:
             raise CoordinatorLostError(*self._lost.args)
         if self._client is None:
@@ -193,8 +196,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest control call of this object. Other clients may have
-        changed it."""
+        """The fleet's state after the latest control call of this object; RUNNING before a start.
+        Other clients may have changed it."""
         if self._end is not None:
             return EngineState.STOPPED
         client = self._client
@@ -202,7 +205,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def weights_version(self) -> int:
-        """The fleet's weights version, known as `state` is."""
+        """The fleet's weights version by the latest control call of this object."""
         client = self._client
         return self._weights_version if client is None else client.weights_version
 
@@ -210,7 +213,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         await self.start()
 
     async def start(self) -> InferenceClient:
-        """Connect, unless connected. All methods begin with it. Returns the client."""
+        """Connect to the coordinator, unless connected. Returns the client. All awaited methods
+        begin with it. Raises EngineStateError after the end."""
         async with self._start_lock:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -225,9 +229,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     # ---- the end of pending calls
 
-    def _lose(self, error: CoordinatorLostError) -> None:
-        """Fail all pending calls, because the fleet's processes have ended. Another thread calls
-        this."""
+    def _on_fleet_lost(self, error: CoordinatorLostError) -> None:
+        """Fail all pending calls, because the fleet's processes end. FleetProcesses calls this in
+        another thread."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -238,8 +242,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         if self._client is not None and self._end is None:
             self._client.stop()
 
-    def _cut_short(self) -> RolloutError | None:
-        """Return why pending calls get no answer; None if they may."""
+    def _end_error(self) -> RolloutError | None:
         if self._end is not None:
             return EngineStateError(
                 "this AsyncLLM was shut down before this call was answered; make a new one"
@@ -247,18 +250,17 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         return None if self._lost is None else CoordinatorLostError(*self._lost.args)
 
     def _fails_batch(self, error: BaseException) -> bool:
-        return isinstance(error, LOST) or self._cut_short() is not None
+        return isinstance(error, LOST) or self._end_error() is not None
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
-        """Raise the end of this AsyncLLM or of its coordinator in place of what follows from it."""
         try:
             yield
         except RolloutError as error:
             if isinstance(error, CoordinatorLostError) and self._fleet is not None:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._is_lost.wait(), _NOTICE_S)
-            reason = self._cut_short()
+            reason = self._end_error()
             if reason is None:
                 raise
             task = asyncio.current_task()
@@ -282,18 +284,16 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         return self.client.stream_groups(groups, priority=priority, deadline_s=deadline_s)
 
     def abort_request(self, future: RequestFuture) -> None:
-        """Abort a request; its future resolves to the record with the tokens so far."""
+        """Abort a request. Its future resolves to the record with the tokens so far."""
         self.client.abort(future.request_id)
 
     def _unfinished(self) -> list[RequestFuture]:
         return list(self.client.completion_futures.values())
 
     async def lost(self) -> RolloutError:
-        """Wait until the client has ended, and return the reason.
-
-        A client ends when this process stood still for longer than the client's lease, and does not
-        come back.
-        """
+        """Wait until the client has ended, and return the reason. A client ends when the
+        coordinator is lost, when it is shut down, or when this process stood still for longer than
+        the client's lease. It does not connect again."""
         listener = self.client.listener_task
         assert listener is not None, "this AsyncLLM is started"
         await asyncio.wait([listener])
@@ -306,21 +306,24 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     # ---- HTTP
 
     async def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
-        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT, or, not `blocking`, return once
-        it listens, at `serving.address`. Raises ConfigError, EngineStateError if it serves already,
-        and CoordinatorLostError, which ends the server (not `blocking`: `serving.lost`).
+        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
+
+        If not `blocking`, returns once the server listens at `serving.address`. Raises ConfigError,
+        and EngineStateError if it serves already. If the coordinator is lost, the server ends with
+        CoordinatorLostError, which is raised here, or kept in `serving.lost` if not `blocking`.
         """
         await self.start()
         await self.serving.start(config or ServeConfig(), blocking=blocking)
 
     async def stop_serving(self, drain_timeout_s: float | None = None) -> None:
-        """End `serve`, if it serves: requests may go on for so long (None: as configured)."""
+        """End `serve`, if it serves. Running requests may go on for `drain_timeout_s` seconds
+        (None: as configured)."""
         await self.serving.stop(drain_timeout_s)
 
-    # ---- control: a command runs to its end, and `state` follows, if its caller is cancelled
+    # ---- control. If the caller is cancelled, its command still runs to its end
 
     async def do(self, command: Command[R]) -> R:
-        """Do a control call on all engines; returns when the last one has confirmed."""
+        """Run a control call on all engines. Returns its result when the last one has confirmed."""
         client = await self.start()
         async with self._named_errors():
             return await asyncio.shield(client.do(command))
@@ -346,39 +349,35 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
             return await asyncio.shield(update)
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """Send later updates by another transport than the `weight_transport` of the start.
-
-        docs/weight_transports.md has their names. A WeightTransport belongs to this AsyncLLM from
-        then on, which closes it. Raises ConfigError for an unknown name.
-        """
+        """Send later updates by another transport than the `weight_transport` of the constructor.
+        docs/weight_transports.md lists the names. This AsyncLLM closes a WeightTransport that it is
+        given. Raises ConfigError for an unknown name."""
         self._push.use(transport)
 
     async def weights_checksum(self) -> str:
-        """Return the checksum of the weights that all engines serve, as they have agreed on it."""
+        """Return the checksum of the weights that all engines serve; equal on all of them."""
         client = await self.start()
         async with self._named_errors():
             return (await client.engine_stats()).weights_checksum
 
     async def fleet_stats(self) -> FleetStats:
-        """Return the counters of each engine, and what the coordinator counts."""
+        """Return the counters of each engine and of the coordinator."""
         client = await self.start()
         async with self._named_errors():
             results = await client.engine_stats()
         return fleet_stats(results)
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return a page of the weights' checksums, from the weight at `start` on, of each engine by
-        its rank."""
+        """Return each engine's checksums of the weights from index `start` on, by its rank. One
+        call returns as many as a page holds."""
         client = await self.start()
         async with self._named_errors():
             return (await client.weight_checksums(start)).by_rank
 
     async def shutdown(self, *, end_fleet: bool | None = None) -> None:
-        """End, from any state. A second call waits for the first.
-
-        `end_fleet`: whether all engines and the coordinator end; None: if this AsyncLLM started
-        them. Else unfinished requests of this one are aborted, and the fleet goes on.
-        """
+        """End this AsyncLLM, from any state. A second call waits for the first. end_fleet: whether
+        to end all engines and the coordinator; None to end them if this AsyncLLM started them. A
+        fleet that is not ended goes on; only this AsyncLLM's requests are aborted."""
         if self._end is None:
             ends_fleet = self._fleet is not None if end_fleet is None else end_fleet
             self._end = asyncio.ensure_future(self._shut_down(ends_fleet))

@@ -1,6 +1,7 @@
-"""run_engine: runs an engine that connects to a coordinator, in a process of its own.
+"""run_engine: runs one engine of a fleet in this process, and connects it to the coordinator.
 
-Used by the launchers as a module, and by the shell command: rollout engine --join ADDRESS model=DIR
+Launchers (rollout.launch) run this module in a child process, since FleetProcesses names it in
+their jobs. `rollout.cli.engine` calls `run_engine` for `rollout engine --join`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.registry import WeightFetcher
 
-REGISTER_S = 600.0
+REGISTER_S = 600.0  # default seconds to wait for the coordinator
 
 
 def run_engine(
@@ -37,12 +38,14 @@ def run_engine(
     register_timeout_s: float = REGISTER_S,
     on_registered: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve the coordinator at `address` with one engine, until its SHUTDOWN. Blocks.
+    """Build an engine and run it for the coordinator at `address`, until that sends SHUTDOWN.
 
-    address: the address of an AsyncLLM, or a port on loopback. model, tokenizer: as for LLM.
-    on_registered: called once the fleet has registered the engine. An engine may join at any time:
-    if the fleet serves later weights than `weights_version`, it fetches them before it gets work,
-    provided the trainer keeps them. Call it in a process of its own.
+    Call it in a process of its own, which it blocks. address: `AsyncLLM.address`, or a port on
+    loopback. model, tokenizer: as for LLM. curve: this engine's keys; None without encryption.
+    on_registered: called once the coordinator has registered the engine.
+
+    An engine may join at any time. If the fleet serves later weights than `weights_version`, the
+    engine fetches them before it gets requests, provided the trainer keeps them.
 
     Raises ConfigError and ModelError, the coordinator's error if it refuses the engine, and
     CoordinatorLostError without an answer within `register_timeout_s`.
@@ -67,7 +70,8 @@ def run_engine(
 
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
-    """Run an engine and report to the parent once it is registered. arguments: of run_engine."""
+    """Run an engine with run_engine's `arguments`. Sends "registered" over `pipe` once it is
+    registered. Exits without a traceback if the coordinator is lost after that."""
     is_registered = False
 
     def report() -> None:

@@ -1,6 +1,6 @@
 """FleetProcesses: starts, watches and ends the processes of a coordinator and its engines.
 
-Used by AsyncLLM.
+Used by `rollout.apis.async_llm`. It starts child processes, and engines by a launcher.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from rollout.models.checkpoints.loading import without_shards
 from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
-_LEAVE_S, _END_S = 5.0, 5.0
+_LEAVE_S = 5.0  # for processes that were asked to end, before SIGTERM
+_END_S = 5.0  # after SIGTERM, before SIGKILL
 REMIND_S = 30.0  # between two log lines about processes that have not started
 _ENGINE_MODULE = "rollout.apis.engine_process"
 
 
 class FleetProcesses:
-    """The processes of a fleet. The constructor starts them, and raises their start errors.
+    """The processes of a fleet, from the constructor, which starts them, to `close`.
 
-    The coordinator is a child process; `launcher` starts the engines. One that ends is started
-    again, up to `max_engine_restarts` times. The fleet is lost when the coordinator ends, or the
-    last engine used up its restarts and none is expected from elsewhere. Then all processes end,
-    and another thread calls `on_lost` with the reason.
+    The coordinator is a child process. `launcher` starts the engines, and restarts an engine that
+    fails up to `max_engine_restarts` times. The fleet is lost when the coordinator ends, or when
+    the last engine has used up its restarts and no engine is expected to join. Then all processes
+    are ended, and another thread calls `on_lost` with the error.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class FleetProcesses:
         start_timeout_s: float,
         on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
-        """Start the processes and wait for them. coordinator: arguments of
-        DataParallelInferenceCoordinator. engine: arguments of run_engine. spawn: number of engines
-        to start here, None for all.
+        """Start the processes and wait until they run. Raises ConfigError and their start errors.
+
+        coordinator: arguments of DataParallelInferenceCoordinator. engine: arguments of run_engine.
+        spawn: number of engines to start; None for all.
         """
         num_expected = coordinator["data_parallel_size"]
         if spawn is not None and not 0 <= spawn <= num_expected:
@@ -61,7 +63,7 @@ class FleetProcesses:
         num_engines = num_expected if spawn is None else spawn
         if launcher.host is not None:
             coordinator = _with_keys(coordinator)
-        self.curve: CurveKeys | None = None  # of the fleet's own engines and client
+        self.curve: CurveKeys | None = None  # for the engines and the client of this fleet
         if coordinator.get("curve") is not None:
             server, self.curve = coordinator["curve"].with_client()
             coordinator = {**coordinator, "curve": server}
@@ -91,12 +93,13 @@ class FleetProcesses:
             )
             self._engines = launcher.launch(job, num_engines)
             self._await_start()
-        except BaseException:  # even after Ctrl-C nobody else knows the processes
+        except BaseException:  # even after Ctrl-C, since nothing else can end the processes
             self.close(asked=False)
             raise
         self.address = str(self._coordinator.started.result())
 
     def _await_start(self) -> None:
+        """Wait until all processes have started; log those that are late. Raises start errors."""
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
         while waiting:
             starts = [process.started for process in waiting]
@@ -118,7 +121,7 @@ class FleetProcesses:
         self._fail(f"the coordinator is lost: {end}")
 
     def _engine_ended(self, name: str, reason: str | None) -> None:
-        """Count an engine that is not started again. reason: None after an orderly stop."""
+        """Count an engine that failed for good. reason: None after an orderly stop, not counted."""
         if reason is None:
             return
         with self._lock:
@@ -128,7 +131,7 @@ class FleetProcesses:
             self._fail(f"no engine is left: {name} has used up its restarts ({reason})")
 
     def _fail(self, reason: str) -> None:
-        """End the fleet with `reason`, unless it has ended already."""
+        """End the fleet as lost for `reason`, unless it is lost or closing already."""
         with self._lock:
             if self._is_closing or self.lost is not None:
                 return
@@ -142,15 +145,14 @@ class FleetProcesses:
     # ---- the end
 
     def end_restarts(self) -> None:
-        """Restart no process from now on."""
+        """Disable restarts from now on."""
         self._is_closing = True
         for process in (self._coordinator, *self._engines):
             process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
-        """End all processes. asked: they were asked to end, and get some seconds for it. A second
-        call does nothing.
-        """
+        """End all processes and wait for their ends. A second call does nothing. asked: whether
+        they were asked to end already, so that they get some seconds for it."""
         self.end_restarts()
         processes = [self._coordinator, *self._engines]
         if asked:
@@ -163,7 +165,7 @@ class FleetProcesses:
             process.join()
         self._launcher.close()
         if self._coordinator.started.exception() is None:
-            # A killed coordinator has not removed its directory.
+            # A coordinator that was killed has not removed its socket's directory.
             remove_private_address(str(self._coordinator.started.result()))
 
 
@@ -176,8 +178,8 @@ def coordinator_arguments(
     port: int | None,
     orphan_deadline_s: float,
 ) -> dict[str, Any]:
-    """Return arguments of DataParallelInferenceCoordinator; `options` replace the others. Raises
-    ConfigError."""
+    """Return the arguments of DataParallelInferenceCoordinator. `options` replace other arguments.
+    Raises ConfigError."""
     arguments = {
         "data_parallel_size": data_parallel_size,
         "inference_coordinator_port": port,
@@ -190,7 +192,7 @@ def coordinator_arguments(
     }
     policy = arguments["prefix_caching_coordinator_policy"]
     if type(policy) is str:
-        # Looked up here: another process does not know the policies registered in this one.
+        # Looked up here, because the child does not know policies registered in this process.
         arguments["prefix_caching_coordinator_policy"] = find_policy(policy)
     return arguments
 
@@ -202,7 +204,8 @@ def engine_arguments(
     weights_version: int,
     start_timeout_s: float,
 ) -> dict[str, Any]:
-    """Return arguments of `run_engine` without address and keys. Raises ConfigError, ModelError."""
+    """Return the arguments of `run_engine` except the address and the keys. Raises ConfigError and
+    ModelError."""
     if config.pg_collection is not None:
         raise ConfigError(
             "pg_collection needs LLM without a coordinator: a fleet starts the processes of its "
@@ -218,15 +221,17 @@ def engine_arguments(
 
 
 def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a coordinator for engines on other hosts. They get new keys unless
-    they have keys or `insecure`."""
+    """Return the coordinator's arguments with new CURVE keys, for engines on other hosts. Arguments
+    that have keys, or `insecure`, are returned unchanged."""
     if coordinator.get("curve") is not None or coordinator.get("insecure"):
         return coordinator
     return {**coordinator, "curve": CurveServerKeys.made()}
 
 
 def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
-    """Return the config of one of `num_engines` engines, whose ranks share its threads."""
+    """Return the config of one of `num_engines` engines, with the threads of each of its ranks. A
+    given `num_threads` stays. Otherwise the ranks share the threads that the launcher has for an
+    engine; None if the launcher does not know."""
     num_threads = config.num_threads
     if num_threads is None and (of_engine := launcher.num_threads(num_engines)) is not None:
         num_threads = max(1, of_engine // config.tensor_parallel_size)

@@ -1,6 +1,7 @@
 """FleetRuntime: an AsyncLLM for callers without asyncio, in the event loop of its own thread.
 
-Used by LLM with `use_coordinator=True`.
+Used by `rollout.apis.llm`, for `use_coordinator=True`. It starts a thread, and the AsyncLLM's
+processes.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 _T = TypeVar("_T")
-CALLS_S = 5.0  # how long a shutdown waits for running calls after the fleet has ended
+CALLS_S = 5.0  # seconds that a shutdown waits for running calls after the fleet has ended
 
 
 class FleetRuntime:
-    """The methods of InProcessRuntime over a fleet. `make` returns the AsyncLLM; the constructor
-    raises its errors."""
+    """The runtime of an LLM over a fleet: the methods of InProcessRuntime that LLM calls. `make`
+    returns a new AsyncLLM. The constructor starts it and raises its errors."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
         self._pid = os.getpid()  # the process with the event loop's thread
         self.tokenizer = self._llm.tokenizer
         self._ended: queue.Queue[DynamicInferenceRequest] = queue.Queue()
-        # Written by the loop's thread alone. A request that leaves it is in `_ended` before.
+        # Unfinished requests; written by the loop's thread alone. A request is put into `_ended`
+        # before it leaves.
         self._open: dict[int, RequestFuture] = {}
         self._lock = threading.Lock()  # guards scheduling: nothing is scheduled after shutdown
         self._end: Future[None] | None = None
@@ -59,8 +61,8 @@ class FleetRuntime:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the event loop and wait for it. Raises EngineStateError after the
-        end."""
+        """Run a coroutine in the event loop, wait for it and return its result. Raises
+        EngineStateError in a forked child, and if the LLM is or gets shut down."""
         try:
             self._require_own_process()
             with self._lock:
@@ -94,11 +96,9 @@ class FleetRuntime:
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
-        """Queue all groups or none. Raises InvalidRequestError.
-
-        A fault that only an engine finds, such as an id beyond the vocabulary, fails the request
-        later.
-        """
+        """Queue all groups or none. Returns the request ids of each group. Raises
+        InvalidRequestError for a malformed prompt. A fault that only an engine finds, such as an id
+        beyond the vocabulary, fails the request later."""
         return self._run(self._submit(groups, priority))
 
     async def _submit(
@@ -117,8 +117,9 @@ class FleetRuntime:
         del self._open[future.request_id]
 
     def advance(self, timeout_s: float | None) -> None:
-        """Wait until a request has ended, which `take_ended` then returns. If the coordinator is
-        lost, its requests end FAILED."""
+        """Wait until a request has ended, or for `timeout_s` seconds (None: without limit).
+        `take_ended` returns the request. If the coordinator is lost, all requests end FAILED.
+        Raises EngineStateError if no request is unfinished or the engines do not run."""
         self._require_own_process()
         if not self._open and self._ended.empty():
             raise EngineStateError("no submitted request is unfinished")
@@ -137,8 +138,7 @@ class FleetRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """Abort requests and wait for their records. Returns all requests that have ended
-        meanwhile."""
+        """Abort requests and wait for their end. Returns what `take_ended` returns then."""
         self._run(self._abort(request_ids))
         return self.take_ended()
 
@@ -148,10 +148,10 @@ class FleetRuntime:
             self._llm.client.abort(future.request_id)
         if futures:
             await asyncio.wait(futures)
-            await asyncio.sleep(0)  # for the callbacks that take them
+            await asyncio.sleep(0)  # lets the futures' callbacks run
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """Cancel requests, whose results are dropped. Ignores ended ones."""
+        """Cancel requests, so that their results are dropped. Ignores ended requests."""
         self._run(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class FleetRuntime:
         return self._llm.weights_version
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call, and wait until all engines have confirmed."""
+        """Run a control call on all engines. Returns its result when the last one has confirmed."""
         return self._run(self._llm.do(command))
 
     def update_weights(
@@ -195,7 +195,7 @@ class FleetRuntime:
         return address
 
     def require_serving(self) -> None:
-        """Raise the error by which the server has ended, if it has."""
+        """Raise the error that ended the server, if one did."""
         if (error := self._llm.serving.lost) is not None:
             raise error
 
@@ -219,8 +219,8 @@ class FleetRuntime:
             self._thread.join()
 
     async def _shut_down(self) -> None:
-        """Shut the AsyncLLM down, and wait until running calls have ended: a thread waits for
-        each."""
+        """Shut the AsyncLLM down, and wait up to CALLS_S for running calls: threads wait for
+        them."""
         try:
             await self._llm.shutdown()
         finally:

@@ -1,7 +1,8 @@
 """InProcessRuntime: runs the requests and control calls of an LLM by an engine in this process.
 
-Used by LLM and ThreadedLLM. It keeps the requests that ended until the LLM takes them; all other
-state is the engine's.
+Made by `rollout.apis.spmd` for LLM (`rollout.apis.llm`); ThreadedLLM (`rollout.apis.threaded_llm`)
+and EngineServer (`rollout.apis.serving`) use the LLM's. It changes the engine. It keeps the
+requests that ended until the LLM takes them.
 """
 
 from __future__ import annotations
@@ -26,16 +27,15 @@ from rollout.weights.update import NamedTensors
 
 
 class InProcessRuntime:
-    """Runs an LLM's requests by an engine in this process. One thread calls `submit`, `advance`,
-    `abort` and `drop`; control calls of other threads take effect between two steps.
-    """
+    """Runs an LLM's requests by an engine in this process. One thread submits, steps, aborts and
+    drops requests. Control calls of other threads take effect between two of its steps."""
 
     def __init__(self, engine: DynamicInferenceEngine, tokenizer: Tokenizer | None) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.
         self._step_lock = FairLock()
-        # Held while an update is staged, which needs the weights in place; always taken first.
+        # Held while an update is staged, which needs the weights in place. Taken before _step_lock.
         self._weights_lock = FairLock()
         # Called after each command, which may let steps run again.
         self.on_command: Callable[[], None] = lambda: None
@@ -43,14 +43,15 @@ class InProcessRuntime:
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
-        """Queue all groups or none. Raises InvalidRequestError."""
+        """Queue all groups or none. Returns the request ids of each group. Raises
+        InvalidRequestError for a malformed prompt."""
         with self._step_lock:
             listed = [(prompt, list(each)) for prompt, each in groups]
             return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> None:
-        """Run one step; `take_ended` has the requests that ended. Raises EngineStateError if no
-        request can end: the engine is paused or stopped, or has none.
+        """Run one step and keep the requests that ended for `take_ended`. Ignores `timeout_s`.
+        Raises EngineStateError if no request can end: the engine is paused or stopped, or has none.
         """
         with self._step_lock, deferred_signals():
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
@@ -68,9 +69,9 @@ class InProcessRuntime:
     def step(
         self, streamed: Sequence[tuple[int, int]] = ()
     ) -> tuple[list[DynamicInferenceRequestRecord], TokenRuns | None]:
-        """Run one step if `can_step`. Returns the records of the requests that ended, and the new
-        tokens of the running ones that `streamed` names by (request id, tokens known before).
-        """
+        """Run one step if `can_step`. Returns the records of the requests that ended, and tokens.
+        streamed: (request id, number of tokens already reported) of each running request whose new
+        tokens are wanted. The tokens are None if `streamed` is empty or no step ran."""
         with self._step_lock, deferred_signals():
             if not self.can_step:
                 return [], None
@@ -78,7 +79,7 @@ class InProcessRuntime:
             return records, self.engine.new_tokens(streamed) if streamed else None
 
     def keep(self, record: DynamicInferenceRequestRecord) -> None:
-        """Keep a record of `step` for `take_ended`."""
+        """Keep the request of a record that `step` returned, for `take_ended`."""
         self._ended.append(finished_request(record, self.tokenizer))
 
     @property
@@ -87,7 +88,7 @@ class InProcessRuntime:
         return self.engine.build.config.tensor_parallel_size > 1
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank of the engine is gone."""
+        """Raise LockstepError if the process of one of the engine's ranks has ended."""
         with self._step_lock:
             self.engine.check_ranks()
 
@@ -97,18 +98,18 @@ class InProcessRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state; returns them."""
+        """End requests now, in any state. Returns them with the tokens so far."""
         return [finished_request(self.abort_record(i), self.tokenizer) for i in request_ids]
 
     def abort_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """End a request now, in any state; returns its record with the tokens so far."""
+        """End a request now, in any state. Returns its record with the tokens so far."""
         with self._step_lock:
             return self.engine.abort_request(request_id)
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now, in any state, without a result."""
+        """End requests now, in any state, and return nothing of them. Ignores ended requests."""
         for request_id in request_ids:
-            # A request that has ended may have been returned already.
+            # A request that has ended is unknown to the engine.
             with suppress(EngineStateError), self._step_lock:
                 self.engine.abort_request(request_id)
 
@@ -127,8 +128,8 @@ class InProcessRuntime:
         return self.engine.weights_version
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call between two steps. Calls that use the weights wait while an update is
-        staged."""
+        """Run a control call between two steps and return its result. A call that uses the weights
+        waits while an update is staged."""
         try:
             with self._weights_lock if command.uses_weights else nullcontext(), self._step_lock:
                 return self.engine.do(command)
@@ -141,15 +142,15 @@ class InProcessRuntime:
             return self.engine.weights_checksum()
 
     def warm_up(self) -> int:
-        """Capture steps ahead. Returns how many. See Engine.warm_up."""
+        """Capture steps in advance. Returns their number. See Engine.warm_up."""
         with self._step_lock:
             return self.engine.warm_up()
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Replace all weights. Staging runs beside the steps; only the commit keeps them
-        waiting."""
+        """Replace all weights, or none. Steps go on while the update is staged and wait for its
+        commit. See Engine.update_weights."""
         try:
             with self._weights_lock:
                 with self._step_lock:
@@ -168,10 +169,10 @@ class InProcessRuntime:
 
 
 class FairLock:
-    """A threading.RLock that threads get in the order in which they asked for it.
+    """A reentrant lock. A thread that releases it gets it again only after a thread that waits.
 
-    A `threading.Lock` goes to the first thread that asks after a release, and that is the thread
-    which has just released it: a loop of steps would starve the thread that brings new weights.
+    A `threading.Lock` goes to the first thread that asks after a release. That is usually the
+    thread that released it, so a loop of steps would starve a thread with new weights.
     """
 
     def __init__(self) -> None:
@@ -183,7 +184,7 @@ class FairLock:
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner != me:
-            with self._entrance:  # held while waiting, so that the others wait behind
+            with self._entrance:  # held while waiting, so that a later thread waits here
                 self._lock.acquire()
             self._owner = me
         self._depth += 1

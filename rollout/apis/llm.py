@@ -1,6 +1,8 @@
 """LLM: generation and control in a few lines, by an engine in this process or by a fleet.
 
-Users make one. It keeps the submitted groups and the HTTP server; a runtime does the rest.
+Used by user programs, `rollout.cli`, `rollout.testing`, `rollout.apis.threaded_llm` and
+`rollout.apis.serving`. An LLM keeps the submitted groups and the HTTP server. Its runtime
+(InProcessRuntime, FleetRuntime or FollowerRuntime) has the engine or the fleet.
 """
 
 from __future__ import annotations
@@ -51,30 +53,31 @@ from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
-_LOST_CHECK_S = 1.0  # between two looks whether a server has ended by itself
+_LOST_CHECK_S = 1.0  # between two checks whether a server has ended by itself
 
 
 class LLM(ControlCalls):
     """A model and the engine that serves it. A context manager: leaving it shuts the engine down.
 
-    `model` is a Hugging Face directory, a transformers model, or one of rollout.models. `tokenizer`
-    may be a Tokenizer, a transformers or `tokenizers` one; without it prompts are token ids (a
-    directory's own is found). `options`: fields of InferenceConfig, which replace those of
-    `inference_config`, and, with `use_coordinator`, keywords of AsyncLLM. Raises ConfigError, for
-    an unknown one with the nearest name, and ModelError.
+    `model` is a Hugging Face directory, a transformers model, or a model of rollout.models.
+    `tokenizer` is a Tokenizer, a transformers tokenizer or a `tokenizers.Tokenizer`. If it is None,
+    the tokenizer in the model's directory is used; without one, prompts are token ids.
+    `weights_version`: version of the model's weights. `options`: fields of InferenceConfig, which
+    replace those of `inference_config`, and, with `use_coordinator`, keywords of AsyncLLM. Raises
+    ConfigError, for an unknown option with the nearest name, and ModelError.
 
-    The engine lives in this process and works while `generate` or `collect` runs. With
-    `use_coordinator` there are `data_parallel_size` of them, in processes of their own behind a
-    coordinator, which work all the time. The methods are the same, and return when the last engine
-    has confirmed. The processes import the classes of `model` and `tokenizer`: a program that
-    defines one itself must guard its start by `if __name__ == "__main__":`.
+    The engine is in this process and works while `generate` or `collect` runs. With
+    `use_coordinator`, `data_parallel_size` engines work all the time, each in a process of its own
+    behind a coordinator. The methods are the same, and return when the last engine has confirmed.
+    The processes import the classes of `model` and `tokenizer`, so a program that defines such a
+    class must guard its start by `if __name__ == "__main__":`.
 
     With `pg_collection`, each process of its group `tp` makes an LLM and calls the same methods,
     which return the same on all of them: see docs/tensor_parallel.md.
 
-    One thread generates: while it is in generate, submit or collect, these raise EngineStateError
-    in any other. The control methods may be called meanwhile: they take effect between two steps,
-    and an update is verified and prepared while steps go on.
+    Only one thread may generate: while it is in generate, submit or collect, these methods raise
+    EngineStateError in other threads. Control methods may be called meanwhile. They take effect
+    between two steps, and an update is verified and prepared while steps go on.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class LLM(ControlCalls):
         *,
         model_directory: str | None = None,
     ) -> None:
-        """Begin with `runtime`. ranks: the ranks of a trainer, which all call the methods."""
+        """Set the initial state. ranks: runs methods on a trainer's ranks; None without them."""
         self._runtime: InProcessRuntime | apis.FleetRuntime = runtime
         self._ranks = ranks
         self.tokenizer, self.model_directory = runtime.tokenizer, model_directory
@@ -124,9 +127,8 @@ class LLM(ControlCalls):
 
     @property
     def engine(self) -> DynamicInferenceEngine:
-        """The engine in this process, to be stepped by hand. Raises ConfigError behind a
-        coordinator, and with pg_collection, whose ranks call methods together.
-        """
+        """The engine in this process, which may be stepped by hand. Raises ConfigError for engines
+        behind a coordinator, and with pg_collection."""
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
             return self._runtime.engine
@@ -137,7 +139,8 @@ class LLM(ControlCalls):
 
     @property
     def seed(self) -> int:
-        """The seed that requests without one of their own derive theirs from."""
+        """The seed from which requests without a seed derive theirs. Raises ConfigError with
+        pg_collection."""
         require_one_process(self._ranks, "llm.seed")
         return self._runtime.seed
 
@@ -153,12 +156,13 @@ class LLM(ControlCalls):
         *,
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
+        """Run n samples of each prompt to their end and return the requests.
 
-        The list is prompt-major, in input order. `progress` shows a live bar. A higher `priority`
-        goes first. Raises InvalidRequestError for a malformed prompt, before anything is queued; a
-        request that cannot run here comes back FAILED with its error event. Whatever else it
-        raises, its requests are aborted.
+        Returns one request for a single prompt with n = 1, else a list in the order of the prompts,
+        a prompt's samples together. `progress` shows a progress bar. A higher `priority` goes
+        first. A request that cannot run comes back FAILED with its error event. Raises
+        InvalidRequestError for a malformed prompt, before anything is queued. If it raises later,
+        its requests are aborted.
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with (
@@ -181,7 +185,8 @@ class LLM(ControlCalls):
         *,
         priority: int = 0,
     ) -> list[int]:
-        """Queue n samples of each prompt and return at once, with one group id per prompt."""
+        """Queue n samples of each prompt and return one group id per prompt, without waiting. Takes
+        the arguments of `generate`. Raises InvalidRequestError for a malformed prompt."""
         groups, _ = as_groups(prompts, sampling_params, n)
         with self._generating("submit"), self._submitted(groups, priority) as group_ids:
             return group_ids
@@ -192,8 +197,9 @@ class LLM(ControlCalls):
     ) -> list[RolloutGroup]:
         """Step until `num_groups` submitted groups are finished (None: all), and return them.
 
-        In the order of their completion; the rest stays in the engine, through suspend, update and
-        resume. After `timeout_s` seconds it returns what there is.
+        The groups are in the order of their completion. Unfinished groups stay in the engine, even
+        through suspend, update and resume. After `timeout_s` seconds it returns the groups that are
+        finished.
         """
         with self._generating("collect"):
             wanted = self._groups.num_wanted(num_groups)
@@ -203,7 +209,8 @@ class LLM(ControlCalls):
 
     @on_all_ranks
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
-        """End groups now, in any state; their requests come back with the tokens they had."""
+        """End groups now, in any state. Returns them; their requests have the tokens so far. Raises
+        EngineStateError for a group that is unknown or was returned already."""
         group_ids = list(dict.fromkeys(group_ids))
         unfinished = self._groups.unfinished_requests(group_ids)
         with deferred_signals():
@@ -213,7 +220,8 @@ class LLM(ControlCalls):
 
     @contextmanager
     def _generating(self, method: str) -> Iterator[None]:
-        """Keep other threads from generating. Raises EngineStateError if one does, or a server."""
+        """Keep other threads from generating during the block. method: its name, for messages.
+        Raises EngineStateError if another thread or a server generates."""
         if self._server is not None:
             raise EngineStateError(
                 "this LLM is served: ask it over HTTP, or call stop_serving() first"
@@ -225,7 +233,7 @@ class LLM(ControlCalls):
     def _submitted(
         self, groups: list[tuple[Prompt, list[SamplingParams]]], priority: int
     ) -> Iterator[list[int]]:
-        """Queue groups; yields their ids. Leaves nothing of them if the block raises."""
+        """Queue groups and yield their ids. If the block raises, the groups are dropped."""
         if any(params.streaming for _, each in groups for params in each):
             raise InvalidRequestError(
                 "streaming=True needs AsyncLLM.stream; LLM returns whole requests"
@@ -237,7 +245,7 @@ class LLM(ControlCalls):
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
         except BaseException:  # after Ctrl-C, too, the ids are not returned
-            left = [i for group_id in group_ids for i in self._groups.forget(group_id)]
+            left = [i for group_id in group_ids for i in self._groups.drop(group_id)]
             with suppress(RolloutError):  # an engine that has ended has no requests
                 self._runtime.drop(left)
             raise
@@ -249,6 +257,7 @@ class LLM(ControlCalls):
         deadline: float = math.inf,
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
+        """Advance until `is_done` or `deadline`. Calls on_finished(number of ended requests)."""
         while True:
             on_finished(self._take_ended())
             left_s = deadline - time.monotonic()
@@ -257,8 +266,8 @@ class LLM(ControlCalls):
             self._runtime.advance(None if math.isinf(left_s) else left_s)
 
     def _take_ended(self) -> int:
-        """Add the requests that ended to their groups. Returns how many there were."""
-        with deferred_signals():  # after Ctrl-C, too, each of them is in its group
+        """Add the requests that ended to their groups. Returns their number."""
+        with deferred_signals():  # after Ctrl-C, too, each request is in its group
             ended = self._runtime.take_ended()
             for request in ended:
                 self._groups.add_finished(request)
@@ -267,12 +276,13 @@ class LLM(ControlCalls):
     # ---- HTTP
 
     def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
-        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT, or, not `blocking`, return once
-        it listens, at `serving_address`. Call it in the main thread to end it by signals.
+        """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
 
-        An engine in this process then works in a thread, and takes requests over HTTP alone; the
-        control methods can still be called. Raises ConfigError, and EngineStateError if it serves
-        already, is not RUNNING or has unfinished requests.
+        If not `blocking`, returns once the server listens at `serving_address`. Signals end it only
+        if `blocking`, and in the main thread. An engine in this process then works in a
+        thread of its own and takes requests over HTTP only; control methods can still be called.
+        Raises ConfigError, and EngineStateError if the LLM serves already, or if an engine in this
+        process is not RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
@@ -301,8 +311,8 @@ class LLM(ControlCalls):
                 self.serving_address = self._runtime.serve(config)
 
     def stop_serving(self, drain_timeout_s: float | None = None) -> None:
-        """End `serve`: requests may go on for so long, then they are aborted. None: as configured.
-        Does nothing if nothing is served."""
+        """End `serve`. Does nothing if nothing is served. Running requests may go on for
+        `drain_timeout_s` seconds (None: as configured), then they are aborted."""
         self._stop_requested.set()
         with self._serving_lock:
             if self.serving_address is None:
@@ -331,7 +341,7 @@ class LLM(ControlCalls):
         return self._runtime.weights_version
 
     def do(self, command: Command[R]) -> R:
-        """Do a control call: with `pg_collection`, on all ranks."""
+        """Run a control call and return its result; with `pg_collection`, on all ranks."""
         if self._ranks is None:
             return self._runtime.do(command)
         call = call_of_command(command)
@@ -340,13 +350,12 @@ class LLM(ControlCalls):
 
     @on_all_ranks
     def warm_up(self) -> int:
-        """Capture ahead the steps that would be captured when they first come. Returns how many, 0
-        on a CPU. Raises ConfigError for engines in other processes.
-        """
+        """Capture in advance the steps that would be captured when they first run. Returns the
+        number of captured steps; 0 on a CPU. Raises ConfigError for engines in other processes."""
         if not isinstance(self._runtime, InProcessRuntime):
             raise ConfigError(
-                "warm_up() needs the engine in this process; others capture a step when it first "
-                "comes"
+                "warm_up() needs the engine in this process; other engines capture a step when it "
+                "first runs"
             )
         return self._runtime.warm_up()
 
@@ -354,19 +363,18 @@ class LLM(ControlCalls):
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or nothing, from any thread. See Engine.update_weights.
+        """Replace all weights in place, or none, from any thread. See Engine.update_weights.
 
-        `named_tensors`: a module, its persistent buffers included, a mapping, or (name, tensor)
-        pairs. Sharded ones are gathered, a collective in the order of names: other ranks push too,
-        or call `trainer_hooks.join_push`. Only the copies keep steps waiting.
+        `named_tensors`: a module, whose persistent buffers count too, a mapping, or (name, tensor)
+        pairs. Sharded tensors are gathered by collectives in the order of names, so the trainer's
+        other ranks must push too, or call `trainer_hooks.join_push`. Steps wait only for the
+        copies.
         """
         return self._runtime.update_weights(named_tensors, version, in_flight)
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """Send later updates by another transport, with `use_coordinator`. See AsyncLLM.
-
-        Raises ConfigError for an engine in this process, which copies tensors directly.
-        """
+        """Send later updates by another transport. See AsyncLLM.use_weight_transport. Raises
+        ConfigError for an engine in this process, which copies tensors directly."""
         if isinstance(self._runtime, InProcessRuntime):
             raise ConfigError(
                 "the engine is in this process and copies weights directly; a weight transport "
@@ -376,7 +384,7 @@ class LLM(ControlCalls):
 
     @on_all_ranks
     def weights_checksum(self) -> str:
-        """Return a checksum of all weights; equal for engines that serve the same ones."""
+        """Return a checksum of all weights, which is equal for engines that serve equal weights."""
         return self._runtime.weights_checksum()
 
     def shutdown(self) -> None:
@@ -392,8 +400,9 @@ class LLM(ControlCalls):
 
 
 def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
-    """Return the runtime of an LLM whose engine is in this process, for `user`. Raises
-    ConfigError if the engine is in other processes, or has ranks there."""
+    """Return the runtime of an LLM whose engine is in this process. user: name of the method or
+    class that needs it, for messages. Raises ConfigError for engines behind a coordinator, and with
+    pg_collection."""
     require_one_process(llm._ranks, user)
     if not isinstance(llm._runtime, InProcessRuntime):
         raise ConfigError(
@@ -405,7 +414,7 @@ def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
 
 @contextmanager
 def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield advance(count) of a live bar over finished requests, if `is_shown`."""
+    """Yield advance(count), which moves a progress bar; it does nothing if not `is_shown`."""
     if not is_shown:
         yield lambda count: None
         return
@@ -417,7 +426,7 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def _set_by_signals(event: threading.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set the event, which only the main thread can."""
+    """Let SIGTERM and SIGINT set the event. Changes nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -431,7 +440,7 @@ def _set_by_signals(event: threading.Event) -> Iterator[None]:
 
 
 def _require_defaults(of_fleet: Mapping[str, Any], config: InferenceConfig) -> None:
-    """Raise ConfigError for settings that only a coordinator uses."""
+    """Raise ConfigError if a setting that only a coordinator uses differs from its default."""
     given = {name: (value, FLEET_DEFAULTS[name]) for name, value in of_fleet.items()}
     name = "prefix_caching_coordinator_policy"
     given[name] = getattr(config, name), getattr(InferenceConfig(), name)

@@ -1,4 +1,4 @@
-"""The progress bar of LLM.generate."""
+"""The progress bar of LLM.generate. Used by `rollout.apis.llm`; writes to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout.telemetry import ObserverGuard
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a live bar over finished requests. Yields advance(count)."""
+    """Show a bar over `total` requests. Yields advance(count), to be called as requests finish."""
     columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
         task, guard = bar.add_task("rollouts", total=total), ObserverGuard("the progress bar")

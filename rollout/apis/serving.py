@@ -1,6 +1,7 @@
-"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine of this process.
+"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine in this process.
 
-Used by AsyncLLM and LLM for `serve` and `stop_serving`.
+Used by `rollout.apis.async_llm` (Serving) and `rollout.apis.llm` (EngineServer) for `serve` and
+`stop_serving`. Serving starts a `rollout.serve.server.Server`. EngineServer starts two threads.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class Serving:
 
     @property
     def lost(self) -> RolloutError | None:
-        """Why the server has ended by itself; None if it has not."""
+        """The error that ended the server; None if none did, or nothing is served."""
         return None if self._server is None else self._server.lost
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
-        """Listen. See AsyncLLM.serve. Raises ConfigError without the extra `serve`."""
+        """Start the server; if `blocking`, wait for its end. See AsyncLLM.serve.
+
+        Raises ConfigError without the extra `serve`.
+        """
         with extra_needed("serve", "serving over HTTP"):
             from rollout.serve.server import Server
         async with self._starting:
@@ -56,7 +60,7 @@ class Serving:
             await self.run()
 
     async def run(self) -> None:
-        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail, and end
+        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail. Then end
         it. Raises the error of the engines. Does nothing if nothing is served."""
         if self._server is not None:
             try:
@@ -75,13 +79,12 @@ class Serving:
 
 class EngineServer:
     """Serves the engine of an LLM in this process. The engine works in the thread of a ThreadedLLM,
-    the server in an event loop of its own thread.
-    """
+    the server in the event loop of another thread."""
 
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
-        """Listen at `address`. Raises EngineStateError if the engine is not RUNNING, or has
-        requests, and ConfigError if the address cannot be had.
-        """
+        """Start the threads, and wait until the server listens at `self.address`, host and port.
+        Raises EngineStateError if the engine is not RUNNING or has requests. Raises ConfigError if
+        the LLM's engine is not in this process, or the server cannot listen at its address."""
         engine = own_runtime(llm, "llm.serve").engine
         if engine.state is not EngineState.RUNNING or engine.has_unfinished_requests():
             raise EngineStateError(
@@ -91,7 +94,7 @@ class EngineServer:
         self._llm, self._config = llm, config
         self._serving: Serving | None = None
         self._started: Future[tuple[str, int]] = Future()
-        self._stop: Future[float | None] = Future()  # the drain's timeout
+        self._stop: Future[float | None] = Future()  # drain_timeout_s; set to end the server
         self._thread = threading.Thread(target=self._run, name="http server", daemon=True)
         self._thread.start()
         try:
@@ -117,13 +120,13 @@ class EngineServer:
             await self._serving.stop(await asyncio.wrap_future(self._stop))
 
     def require_serving(self) -> None:
-        """Raise the error by which the server has ended, if it has."""
+        """Raise the error that ended the server, if one did."""
         if self._serving is not None and (error := self._serving.lost) is not None:
             raise error
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
-        """End the server, which aborts its requests after `drain_timeout_s`; see
-        LLM.stop_serving. The engine is left without its requests."""
+        """End the server and its threads; unfinished requests are aborted after `drain_timeout_s`.
+        See LLM.stop_serving. A second call only waits."""
         if not self._stop.done():
             self._stop.set_result(drain_timeout_s)
         self._thread.join()

@@ -1,6 +1,7 @@
 """LLM whose ranks are a trainer's processes (`pg_collection`): all ranks call each method together.
 
-Used by LLM. Rank 0 has the engine; the other ranks run its commands within each call.
+Used by `rollout.apis.llm`. Rank 0 has the engine; the other ranks run its commands within each
+call, which they receive over the trainer's process group.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from rollout.weights.update import NamedTensors
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _SOURCE = "named_tensors"
-# Each rank has its own; of the weights, the names and values of rank 0 count.
+# Arguments that may differ between ranks. Of the weights, rank 0's names and values count.
 _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 
 
 class AllRanks(Protocol):
-    """Runs a method that all ranks call."""
+    """Runs the methods of an LLM that all ranks call together."""
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """Run `work`, the method itself, on rank 0 while the other ranks make the same call.
-        `source`: the weights of an update. Returns the result of `work`, or raises its error, on
-        all ranks."""
+        source: this rank's weights for an update, else (). Returns the result of `work` on all
+        ranks, or raises its error on all of them."""
         ...
 
 
@@ -53,8 +54,8 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """Return the runtime of an engine in this process. With `pg_collection`, return the runtime
-    of this rank, and the object that runs its methods on all ranks."""
+    """Build this process's engine, or its rank of an engine. Returns its runtime and its AllRanks.
+    The AllRanks is None without `pg_collection`. Raises ConfigError and ModelError."""
     if num_spmd_ranks(config) == 1:
         make = DynamicInferenceEngine.from_model
         return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
@@ -66,7 +67,7 @@ def runtime_of(
 
 
 def on_all_ranks(method: Method) -> Method:
-    """Decorate a method of LLM that all ranks run together if they are processes of a trainer."""
+    """Decorate a method of LLM so that it runs on all ranks, if the LLM has an AllRanks."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -84,16 +85,17 @@ def on_all_ranks(method: Method) -> Method:
 
 
 def require_one_process(ranks: AllRanks | None, what: str) -> None:
-    """Raise ConfigError for a method or attribute, `what`, that an LLM over ranks of a trainer
-    lacks."""
+    """Raise ConfigError if `ranks` is not None: with a trainer's ranks an LLM lacks `what`. what:
+    name of the method or attribute, for the message."""
     if ranks is not None:
         raise ConfigError(
-            f"{what} is not there with pg_collection, whose ranks call methods together"
+            f"{what} does not work with pg_collection, whose ranks call methods together; use an "
+            "LLM without pg_collection"
         )
 
 
 class _LeadRank:
-    """Rank 0, which has the engine."""
+    """`AllRanks` on rank 0, which has the engine."""
 
     def __init__(self, engine: DynamicInferenceEngine, executor: SpmdExecutor) -> None:
         self._engine, self._executor, self._calling = engine, executor, threading.Lock()
@@ -104,7 +106,7 @@ class _LeadRank:
             try:
                 result = work()
                 answer = pickled(result, f"the result of {call.method}")
-            except BaseException as error:  # Ctrl-C, too: the others would wait
+            except BaseException as error:  # after Ctrl-C, too: the other ranks would wait
                 self._executor.end_call(self._outcome(error=_encoded(error)))
                 raise
             self._executor.end_call(self._outcome(result=answer))
@@ -116,19 +118,19 @@ class _LeadRank:
 
 
 class FollowerRuntime:
-    """The runtime of an LLM on a rank other than 0, which has no engine."""
+    """The runtime and the `AllRanks` of an LLM on a rank other than 0, which has no engine."""
 
     def __init__(self, rank: SpmdFollower, tokenizer: Tokenizer | None) -> None:
         self._rank, self.tokenizer, self._calling = rank, tokenizer, threading.Lock()
 
     @property
     def state(self) -> EngineState:
-        """The engine's value at the end of the last call."""
+        """The engine's state at the end of the last call."""
         return self._rank.state
 
     @property
     def weights_version(self) -> int:
-        """The engine's value at the end of the last call."""
+        """The engine's weights version at the end of the last call."""
         return self._rank.weights_version
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
@@ -160,7 +162,7 @@ def _encoded(error: BaseException) -> Mapping[str, Any]:
 
 
 def call_of_command(command: Command[Any]) -> SpmdCall:
-    """Return the name and arguments of a control call, which ranks compare."""
+    """Return a control call's name and the digests of its arguments, which ranks compare."""
     arguments = structs.asdict(command)
     del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
     return _call_of(command.name, arguments)
@@ -176,8 +178,8 @@ def _call_of(method: str, arguments: Mapping[str, Any]) -> SpmdCall:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` in a form whose text is the same on all ranks. An iterator becomes the name
-    of its type, because reading it would use it up."""
+    """Return `value` in a form whose `repr` is the same on all ranks. An iterator, which must not
+    be read here, and any other object become the name of their type."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):

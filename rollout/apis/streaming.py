@@ -1,5 +1,8 @@
-"""AsyncGeneration: the generating methods that AsyncLLM and ThreadedLLM share; and how records and
-errors become the requests that users get. Used by the LLMs and runtimes of this folder.
+"""AsyncGeneration: the generating methods that AsyncLLM and ThreadedLLM share.
+
+`finished_request` and `failed_request` make the requests that users get from records and errors.
+Used by `rollout.apis.async_llm`, `rollout.apis.threaded_llm` and `rollout.apis.in_process`. Nothing
+here keeps state.
 """
 
 from __future__ import annotations
@@ -29,18 +32,19 @@ from rollout.sampling_params import SamplingParams
 from rollout.serve.llm import Group
 from rollout.text import Prompt, Tokenizer, encode_prompt
 
-# Errors that fail all pending requests at once.
+# Errors of an ended connection, which fail all pending requests at once.
 LOST = (CoordinatorLostError, ClientStateError)
 
 
 def finished_request(
     record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
 ) -> DynamicInferenceRequest:
-    """Return the record merged into one request; with a tokenizer, `generated_text` is set."""
+    """Return the record merged into one request, as users get it. With a tokenizer its
+    `generated_text` is set. Unless `return_prompt_tokens` is set, its prompt is removed."""
     add_text(record, tokenizer)
     request = record.merge()
     params = request.sampling_params
-    assert params is not None, "engines take no request without"
+    assert params is not None, "each request of an engine has sampling params"
     if not params.return_prompt_tokens:
         _drop_prompt(request)
     return request
@@ -53,10 +57,8 @@ def failed_request(
     error: Exception,
     tokenizer: Tokenizer | None,
 ) -> DynamicInferenceRequest:
-    """Return a FAILED request with the error, in place of one without a record.
-
-    A request that is aborted before an engine has it has no record.
-    """
+    """Return a FAILED request with the error, for a request that has no record. A request has no
+    record if it is aborted or refused before an engine runs it."""
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -73,7 +75,7 @@ def failed_request(
 def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """Return the prompt's ids; [] for a text that the tokenizer cannot encode."""
     if not isinstance(prompt, str):
-        return [int(token) for token in prompt]  # of arrays of any kind
+        return [int(token) for token in prompt]  # arrays hold other kinds of integers
     with suppress(Exception):  # the tokenizer is the user's: it may raise anything
         if tokenizer is not None:
             return encode_prompt(tokenizer, prompt)
@@ -81,9 +83,10 @@ def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _drop_prompt(request: DynamicInferenceRequest) -> None:
-    """Keep only the generated positions; staleness tensors then cover those alone."""
+    """Remove the prompt's tokens from `request`, and their positions from its version spans."""
     start, end = len(request.prompt_tokens), request.num_tokens
-    request.precomputed_block_hashes = request.precomputed_block_hashes  # read while it is here
+    # Computed from the prompt at the first read, so read it before the prompt goes.
+    request.precomputed_block_hashes = request.precomputed_block_hashes
     request.prompt_tokens = torch.empty(0, dtype=torch.int64)
     request.policy_spans = request.policy_spans.slice(start, end)
     request.kv_spans = request.kv_spans.slice(start, end)
@@ -93,10 +96,10 @@ def _drop_prompt(request: DynamicInferenceRequest) -> None:
 
 
 class AsyncGeneration(Protocol):
-    """Generation for asyncio, over methods that queue requests.
+    """Base class for LLMs of asyncio: generation, by methods of the subclass that queue requests.
 
-    A class has `add_groups`, `stream_groups` and `abort_request` of its own, as ServedLLM describes
-    them, and `_unfinished`. The other methods that begin with an underscore may be overridden.
+    A subclass implements `add_groups`, `stream_groups` and `abort_request`, which ServedLLM
+    describes, and `_unfinished`. It may override the other methods that begin with an underscore.
     """
 
     tokenizer: Tokenizer | None
@@ -116,21 +119,21 @@ class AsyncGeneration(Protocol):
         ...
 
     async def _connect(self) -> None:
-        """Connect to the engines. Each method begins with it. No-op in the engine's process."""
+        """Connect to the engines, if they are in other processes. Each method begins with it."""
         return None
 
-    def _cut_short(self) -> RolloutError | None:
-        """Return the error that ends all pending calls; None while they can be answered."""
+    def _end_error(self) -> RolloutError | None:
+        """Return the error that ended all pending calls; None while they can be answered."""
         return None
 
     def _fails_batch(self, error: BaseException) -> bool:
-        """Return whether `generate` raises an error of one request, instead of returning that
+        """Return whether `generate` raises the error of one request. Otherwise it returns that
         request FAILED."""
         return True
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
-        """Raise the error of `_cut_short` in place of errors that follow from it."""
+        """Raise `_end_error` in place of the block's errors, which follow from it."""
         yield
 
     async def generate(
@@ -141,13 +144,14 @@ class AsyncGeneration(Protocol):
         *,
         priority: int = 0,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Run prompts to their end. One prompt with n = 1 gives one request, else a flat list.
+        """Run n samples of each prompt to their end and return the requests.
 
-        The list is prompt-major, in input order. A higher `priority` goes first. Cancelling aborts
-        the requests. Raises InvalidRequestError for a malformed prompt, before anything of the
-        batch is queued, EngineStateError after the end, and the error that ended the engines. What
-        only an engine of a fleet can refuse, such as an id beyond the vocabulary, fails its own
-        request, which comes back FAILED with its error event.
+        Returns one request for a single prompt with n = 1, else a list in the order of the prompts,
+        a prompt's samples together. A higher `priority` goes first. Cancelling aborts the requests.
+        A request that an engine of a fleet refuses, such as one with an id beyond the vocabulary,
+        comes back FAILED with its error event. Raises InvalidRequestError for a malformed prompt,
+        before anything is queued, EngineStateError after the end, and the error that ended the
+        engines.
         """
         await self._connect()
         groups, is_single = as_groups(prompts, sampling_params, n)
@@ -159,7 +163,7 @@ class AsyncGeneration(Protocol):
                     await asyncio.wait(futures)
             finally:
                 for future in futures:
-                    future.cancel()  # no-op for those that are done
+                    future.cancel()  # no-op for a future that is done
             for future in futures:
                 error = future.exception()
                 if error is not None and self._fails_batch(error):
@@ -175,9 +179,11 @@ class AsyncGeneration(Protocol):
         priority: int = 0,
         as_text: bool = False,
     ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Yield token ids as they come, each once, then the whole request. Closed early, it aborts.
+        """Yield lists of token ids as they are generated, each id once, then the whole request.
 
-        as_text: yield pieces of text instead. Text that may begin a stop string is held back.
+        as_text: yield pieces of text instead. Text that may begin a stop string is held back. If
+        the iterator is closed early, the request is aborted. Raises InvalidRequestError, and the
+        errors of `generate`.
         """
         await self._connect()
         params = sampling_params or SamplingParams()
@@ -208,16 +214,14 @@ class AsyncGeneration(Protocol):
                         yield rest
                     yield request
             except RequestAbortedError as error:  # before an engine had the request
-                if self._cut_short() is not None:
+                if self._end_error() is not None:
                     raise
                 yield failed_request(stream.request_id, prompt, params, error, self.tokenizer)
 
     async def abort(self, request_ids: Iterable[int] | None = None) -> int:
-        """End unfinished requests of this object now, in any state; None ends all of them.
-
-        Returns how many there were. Their callers get them with the tokens so far, FAILED with the
-        finish reason "abort". Ids of other requests are ignored.
-        """
+        """End unfinished requests of this object now, in any state; None ends all of them. Returns
+        the number of ended requests. Their callers get them with the tokens so far, FAILED with the
+        finish reason "abort". Ids of other requests are ignored."""
         await self._connect()
         wanted = None if request_ids is None else set(request_ids)
         futures = [f for f in self._unfinished() if wanted is None or f.request_id in wanted]
@@ -230,10 +234,10 @@ class AsyncGeneration(Protocol):
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done. Without a record it is FAILED."""
+        """Return the request of a future that is done; a FAILED one if the future has an error."""
         error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)
         if isinstance(error, LOST):
-            error = self._cut_short() or error
+            error = self._end_error() or error
         return failed_request(future.request_id, prompt, params, error, self.tokenizer)

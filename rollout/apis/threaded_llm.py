@@ -1,6 +1,8 @@
 """ThreadedLLM: the methods of AsyncLLM over the engine of this process, stepped by a thread.
 
-Used by asynchronous training loops over one engine, and by the HTTP server of an LLM.
+Used by asynchronous training programs over one engine, `trainer_hooks.train` and
+`rollout.apis.serving`, the HTTP server of an LLM. A ThreadedLLM steps the LLM's engine in a thread
+of its own.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ from rollout.serve.llm import Group
 from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
-_MAX_FAILURES = 3  # of steps in sequence, whatever requests they have
-_CHECK_RANKS_S = 0.5  # while no step runs, which would notice a rank that is gone
+_MAX_FAILURES = 3  # steps that fail in a row, whatever requests they have
+_CHECK_RANKS_S = 0.5  # between checks of the ranks while no step runs, which would check them
 
 Record = DynamicInferenceRequestRecord
 
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A submitted sample. tokens: None without a stream. num_reported: tokens in the stream."""
+    """A submitted sample.
+
+    tokens: its stream's tokens; None without a stream. num_reported: number of tokens that went
+    into the stream.
+    """
 
     future: RequestFuture
     tokens: StreamedTokens | None
@@ -55,8 +61,9 @@ class _Submission:
 
 
 class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
-    """An LLM of this process with the methods of AsyncLLM, for AsyncRolloutProducer, `evaluate`,
-    `generation_phase`, weight syncs and servers. An async context manager.
+    """An LLM of this process with the methods of AsyncLLM. An async context manager.
+
+    AsyncRolloutProducer, `evaluate`, `generation_phase`, weight syncs and servers can use it.
 
         with LLM(policy) as llm:
             async with ThreadedLLM(llm) as threaded:
@@ -65,23 +72,24 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     A thread steps the engine while it runs and has requests, and sleeps otherwise. Control methods
     run in other threads, so the event loop stays free. The control methods of the LLM itself may
     still be called; its generate, submit and collect raise EngineStateError. Leaving the
-    ThreadedLLM aborts what is unfinished; the LLM stays.
+    ThreadedLLM aborts unfinished requests. The LLM can be used again after that.
     """
 
     def __init__(self, llm: LLM) -> None:
-        """Raises ConfigError for an LLM whose engine is not in this process alone."""
+        """Start the thread. Raises ConfigError for an LLM behind a coordinator or with
+        pg_collection."""
         self._llm = llm
         self._runtime = own_runtime(llm, "ThreadedLLM")
         self.tokenizer, self.model_directory = llm.tokenizer, llm.model_directory
         self._unfinished_samples: dict[RequestFuture, _Sample] = {}  # written by event loops
-        # Guards what follows, and wakes the thread.
+        # Guards the fields up to `_has_ended`, and wakes the thread.
         self._changed = threading.Condition()
         self._submissions: deque[_Submission] = deque()
         self._to_abort: deque[_Sample] = deque()
         self._is_ending = self._has_ended = False
-        # By request id, written by the thread alone.
+        # Samples in the engine by request id; written by the thread alone.
         self._open: dict[int, _Sample] = {}
-        self._end: Future[RolloutError] = Future()  # of the thread
+        self._end: Future[RolloutError] = Future()  # why the thread has ended
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
         self._thread.start()
 
@@ -103,12 +111,12 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
-        """Queue groups, each a prompt and the parameters of its samples: all or none. Returns a
-        future per sample, whose `request_id` is -1 until the engine has the request.
+        """Queue all groups or none, and return a future per sample.
 
-        After `deadline_s` seconds unfinished requests are aborted. Cancelling a future aborts its
-        request, too. The futures fail with InvalidRequestError if a group is malformed. Raises
-        EngineStateError after the end.
+        A group is a prompt and the parameters of its samples. A future's `request_id` is -1 until
+        the engine has the request. After `deadline_s` seconds unfinished requests are aborted.
+        Cancelling a future aborts its request, too. If a group is malformed, all futures fail with
+        InvalidRequestError. Raises EngineStateError after the end of the thread.
         """
         submitted = self._submit(groups, priority, deadline_s, is_streamed=False)
         return [[sample.future for sample in each] for each in submitted]
@@ -173,9 +181,8 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         sample.future.add_done_callback(end)
 
     def abort_request(self, future: RequestFuture) -> None:
-        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
-        for a request that has ended.
-        """
+        """Abort a request. Its future resolves to the record with the tokens so far. Does nothing
+        for a request that has ended."""
         if (sample := self._unfinished_samples.get(future)) is not None:
             self._abort(sample)
 
@@ -187,34 +194,34 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     # ---- control calls, beside those of AsyncControlCalls
 
     async def do(self, command: Command[R]) -> R:
-        """Do a control call in a thread. See LLM.do."""
+        """Run a control call in another thread and return its result. See LLM.do."""
         return await asyncio.to_thread(self._llm.do, command)
 
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or nothing. See LLM.update_weights."""
+        """Replace all weights in place, or none, in another thread. See LLM.update_weights."""
         return await asyncio.to_thread(self._llm.update_weights, named_tensors, version, in_flight)
 
     async def weights_checksum(self) -> str:
-        """Return a checksum of all weights; equal for engines that serve the same ones."""
+        """Return a checksum of all weights, which is equal for engines that serve equal weights."""
         return await asyncio.to_thread(self._llm.weights_checksum)
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return {0: a page of the weights' checksums, from the weight at `start` on}."""
+        """Return {0: checksums of the weights from index `start` on, as many as a page holds}."""
         return {0: await self.do(ChecksumWeights(start=start))}
 
     async def fleet_stats(self) -> FleetStats:
-        """Return the counters in the form of a fleet's, with one engine."""
+        """Return the engine's counters as those of a fleet with one engine, of rank 0."""
         stats = await self.stats()
         return FleetStats(state=stats.state.name, together=stats, engines={0: stats})
 
     async def lost(self) -> RolloutError:
-        """Wait until the thread has ended. Returns the reason."""
+        """Wait until the thread has ended, and return the reason."""
         return await asyncio.shield(asyncio.wrap_future(self._end))
 
     async def aclose(self) -> None:
-        """Abort what is unfinished and end the thread. A second call does nothing."""
+        """Abort unfinished requests and end the thread. A second call does nothing."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -230,6 +237,8 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
 
     @contextmanager
     def _woken_by_commands(self) -> Iterator[None]:
+        """Wake this thread after each control call, which may change whether it can step."""
+
         def wake() -> None:
             with self._changed:
                 self._changed.notify()
@@ -241,6 +250,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             self._runtime.on_command = lambda: None
 
     def _run(self) -> None:
+        """Step until the end, then fail all futures that are left and set `_end`."""
         error: Exception = EngineStateError(
             "this ThreadedLLM was closed before this call was answered; make a new one"
         )
@@ -278,8 +288,9 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             num_failures = 0
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is work. Returns False at the end. Raises EngineStateError if the LLM
-        was shut down under open requests, and LockstepError if a rank of the engine is gone."""
+        """Wait until there is work. Returns False if the thread is to end. Raises EngineStateError
+        if the LLM was shut down while it has requests, and LockstepError if the process of one of
+        the engine's ranks has ended."""
         timeout_s = _CHECK_RANKS_S if self._runtime.has_ranks else None
         has_work = False
         while not has_work:
@@ -310,7 +321,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             submission = self._submissions.popleft()
             try:
                 ids = self._runtime.submit(submission.groups, submission.priority)
-            except Exception as fault:  # of these prompts alone
+            except Exception as fault:  # fails this submission alone
                 _deliver([(sample, fault) for sample in submission.samples])
                 continue
             request_ids = [request_id for group in ids for request_id in group]
@@ -343,7 +354,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
 
 
 def _deliver(items: Iterable[_Item]) -> None:
-    """Give tokens, records and errors to the samples, each in its own event loop."""
+    """Pass tokens, records and errors to the samples, each in its own event loop."""
     by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Item]] = defaultdict(list)
     for sample, item in items:
         by_loop[sample.future.get_loop()].append((sample, item))
@@ -361,6 +372,6 @@ def _take(items: Sequence[_Item]) -> None:
             sample.tokens.add(item)
         elif isinstance(item, Exception):
             sample.future.set_exception(item)
-            sample.future.exception()  # asyncio need not report it
+            sample.future.exception()  # marks it as read, so that asyncio does not log it
         else:
             sample.future.set_result(item)

@@ -1,4 +1,8 @@
-"""WeightPush: the weight updates of an AsyncLLM, one at a time. It owns the weight transport."""
+"""WeightPush: the weight updates of an AsyncLLM, one at a time.
+
+Used by `rollout.apis.async_llm`. It owns the weight transport: it publishes weights there, commits
+or rolls back, and closes it.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from rollout.weights.transports.registry import transport_of
 from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
-PUBLISH_S = 60.0  # how long `close` waits for an update that is copying its tensors
+PUBLISH_S = 60.0  # seconds that `close` waits for an update that is copying its tensors
 
 
 class WeightPush:
-    """Owns the transport by which weights come to the engines."""
+    """Owns the transport that carries weights to the engines."""
 
     def __init__(
         self,
@@ -30,7 +34,8 @@ class WeightPush:
         reject_non_finite: bool,
         own_host: Callable[[], str],
     ) -> None:
-        """Takes the arguments of `transport_of` and raises its errors."""
+        """Create the transport. The arguments are those of `transport_of`, whose errors it
+        raises."""
         self._transport_of = partial(
             transport_of, reject_non_finite=reject_non_finite, own_host=own_host
         )
@@ -39,10 +44,8 @@ class WeightPush:
         self._lock = asyncio.Lock()
 
     def use(self, transport: str | WeightTransport) -> None:
-        """Send later updates by `transport`, from any thread. Raises ConfigError.
-
-        Committed weights of the transport before stay until other full weights are committed.
-        """
+        """Send later updates by `transport`. Any thread may call it. Raises ConfigError. The former
+        transport keeps its committed weights until other full weights are committed."""
         following = self._transport_of(transport)
         if following is not self._transport:
             self._superseded.append(self._transport)
@@ -54,11 +57,12 @@ class WeightPush:
         check: Callable[[], Awaitable[object]],
         update: Callable[[WeightsSource], Awaitable[WeightUpdateReport]],
     ) -> WeightUpdateReport:
-        """Publish the tensors, `update` the engines from their source, and send them meanwhile.
+        """Publish the tensors, send them, and await `update`, which makes the engines read them.
 
-        Then commit: the weights stay, for engines that come later. If the engines refuse, roll
-        back: the weights before stay. `check` is awaited once earlier updates have ended, and may
-        raise.
+        Then commit, so that engines that join later can fetch the weights. If `update` raises, roll
+        back to the former weights and raise its error. `check` is awaited once earlier updates have
+        ended; if it raises, nothing is published. Returns the report of `update` with the seconds
+        of the whole push.
         """
         async with self._lock:
             await check()
@@ -68,18 +72,19 @@ class WeightPush:
             try:
                 report = await update(source)
             except BaseException as error:  # a cancelled update is rolled back, too
-                # Which also ends a send that no engine receives any more.
+                # Rolling back also ends a send that no engine receives any more.
                 await asyncio.to_thread(transport.roll_back)
                 fault = await sending
                 if fault is not None:
                     raise error from fault
                 raise
-            await sending  # engines have all of it
+            await sending  # the engines have received everything
             # In a thread: returning gigabytes to the system would block streams.
             await asyncio.to_thread(self._commit, transport, source)
             return replace(report, seconds=time.perf_counter() - start)
 
     def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:
+        """Commit, and after full weights close the transports that are no longer needed."""
         transport.commit()
         if source.stands_alone:
             superseded, self._superseded = self._superseded, []
@@ -90,10 +95,8 @@ class WeightPush:
                     each.close()
 
     async def close(self) -> None:
-        """Release all weights.
-
-        An update that is publishing cannot be stopped: it rolls back by itself. This waits for it.
-        """
+        """Close all transports, which releases their weights. First waits up to PUBLISH_S for a
+        running update, which rolls back by itself."""
         try:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lock.acquire(), PUBLISH_S)
@@ -104,7 +107,7 @@ class WeightPush:
 
 
 def _send(transport: WeightTransport, source: WeightsSource) -> WeightUpdateError | None:
-    """Return the fault of sending. The engines report it, too, in their votes."""
+    """Send, and return the error if that fails. The engines report the error, too."""
     try:
         transport.send(source)
     except WeightUpdateError as fault:

@@ -1,4 +1,6 @@
-"""Everything that differs between devices, behind the protocols of base.py.
+"""Everything that differs between devices, behind the protocols of `rollout.backends.base`.
 
-cpu/ and cuda/ implement them; ops/ and executors/ hold what both share.
+cpu/ and cuda/ implement the protocols; ops/ and executors/ hold what both share. Used by
+`rollout.worker`, `rollout.layers`, `rollout.models`, `rollout.weights` and the code that starts
+engines.
 """

@@ -1,7 +1,8 @@
 """The protocols that every device implements, and Backend, which bundles them for one device.
 
-`create_backend` (select.py) makes a Backend; the worker and the layers call it. Implementations lie
-in cpu/, cuda/ and ops/.
+`rollout.backends.select` makes a Backend. `rollout.worker`, `rollout.layers`, `rollout.models` and
+`rollout.weights` call it, and `rollout.engine.build` keeps it. Implementations lie in cpu/, cuda/,
+ops/ and executors/ of this package.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens; of a mixture: N experts, E hidden size, F
@@ -33,7 +34,7 @@ from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs
 from rollout.parallel.collectives import ONE_RANK, Collectives
 from rollout.step.output import SampleResult, ScoreResult
 
-Handle = TypeVar("Handle")  # a linear layer's weight as an implementation keeps it
+Handle = TypeVar("Handle")  # an implementation's own object for a linear layer's weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class CacheSpec:
 
 
 class RepackedWeight(Protocol):
-    """A weight, [N, K], that is packed in its own memory, so that no plain copy exists."""
+    """A weight, [N, K], whose own memory holds it in packed order, so that no plain copy exists."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -62,7 +63,7 @@ class RepackedWeight(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def address(self, row: int) -> int:
-        """Return the address of this row's first number, 0 while the memory is released."""
+        """Return the address of the row's first number; 0 while the memory is released."""
         ...
 
     def read(self, start: int, end: int) -> Tensor:
@@ -70,7 +71,7 @@ class RepackedWeight(Protocol):
         ...
 
     def write(self, values_RK: Tensor, start: int = 0) -> None:
-        """Replace the rows from `start` on, casting them."""
+        """Replace the rows from `start` on by `values_RK`, cast to the weight's dtype."""
         ...
 
     def gather(self, rows_T: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class RepackedWeight(Protocol):
         ...
 
     def unpack(self) -> None:
-        """Restore the plain order of rows in memory, and the tensor's shape [N, K]."""
+        """Rewrite the memory in plain row order, and restore the tensor's shape [N, K]."""
         ...
 
 
@@ -101,9 +102,10 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The gated feed-forward networks of a layer's N experts; G = 2 F, all gates, then all ups.
+    """The gated feed-forward networks of a layer's N experts. The G = 2 F rows are all gates, then
+    all ups.
 
-    `is_part`: ids may also be N, which stands for an expert of another rank.
+    `is_part`: this rank has a part of the experts, and id N stands for an expert of another rank.
     """
 
     gate_up_NGE: Tensor
@@ -126,11 +128,8 @@ class Ops(Protocol[Handle]):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> Handle:
-        """Return a handle of this weight for `linear`.
-
-        `may_repack` allows `choose_products` to pack the weight in its own memory, see `repacked`.
-        Nothing is packed before that.
-        """
+        """Return a handle of this weight, which `linear` takes. Packs nothing. `may_repack` allows
+        `choose_products` to repack the weight in its memory, see `repacked`."""
         ...
 
     def choose_products(
@@ -141,14 +140,16 @@ class Ops(Protocol[Handle]):
     ) -> None:
         """Choose the matrix product that `linear` uses for each of a model's handles.
 
-        Handles may then hold packed copies of their weights, which `refresh` brings up to date.
-        Calling this is optional. The choice never changes afterwards. The choice for `experts`
-        is named in the log and in `explain`; the log also says when `fused` runs.
+        Handles may then hold packed copies of their weights, which `refresh` updates. Calling this
+        is optional; a choice never changes afterwards. `experts`: all mixtures of the model, whose
+        product is reported by the log and `explain`. `fused`: the model's fused decoder, if any;
+        the log reports which steps it runs.
         """
         ...
 
     def explain(self) -> str:
-        """Describe the chosen products, one line for each shape; "" if there was no choice."""
+        """Describe the chosen products, one line for each shape. Returns "" if there was no choice
+        to make."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:
@@ -156,49 +157,51 @@ class Ops(Protocol[Handle]):
         ...
 
     def linear_float32(self, x_TK: Tensor, handle: Handle) -> Tensor:
-        """As `linear`, in float32, not rounded to x's dtype if the device can avoid it."""
+        """Return `linear` in float32, without rounding to x's dtype if the device can."""
         ...
 
     def stage(self, handle: Handle, parts: Sequence[Tensor]) -> Any:
-        """Pack new values, whose rows are `parts`, for `refresh`. The handle is unchanged.
+        """Pack new values, the rows of `parts` in order. Returns what `refresh` takes.
 
-        This is the slow part of an update; the old weight stays in use meanwhile.
+        The handle does not change. This is the slow part of an update; the old weight stays in use
+        meanwhile.
         """
         ...
 
     def refresh(self, handle: Handle, staged: Any = None) -> None:
-        """Bring the handle up to date after its weight was changed in place.
+        """Update the handle to its weight's new values.
 
-        `staged`: what `stage` returned. A repacked weight swaps its values with `staged`.
+        `staged`: what `stage` returned for them; None packs the weight now. The caller has written
+        the values to the weight, unless it is repacked: such a weight swaps its values with
+        `staged`.
         """
         ...
 
     def repacked(self, handle: Handle) -> RepackedWeight | None:
-        """Return access to the handle's weight if it is packed in its own memory; else None."""
+        """Return access to the handle's weight if it is repacked in its memory; else None."""
         ...
 
     def release(self, handle: Handle) -> None:
-        """Drop packed copies, until `refresh`."""
+        """Drop the handle's packed copies. `refresh` makes them again."""
         ...
 
     def packed(self, handle: Handle) -> Any:
-        """Return the handle's packed copy, as `refresh` takes it; its values never change.
+        """Return the handle's packed copy, as `refresh` takes it. Its values never change.
 
-        None if nothing is packed, or if `unpack` could not restore the weight's exact bytes.
+        Returns None if nothing is packed, or if `unpack` could not restore the weight's exact
+        bytes.
         """
         ...
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the weight, [N, K], of which the result of `packed` is a copy."""
+        """Return the weight, [N, K], whose packed copy `packed` is."""
         ...
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """Return the root-mean-square norm over the last dim, computed in float32.
-
-        `rounds_first`: round to x's dtype also before the product with the weight.
-        """
+        """Return the root-mean-square norm over the last dim, computed in float32. `rounds_first`:
+        round to x's dtype also before the product with the weight."""
         ...
 
     def add_rms_norm(
@@ -221,7 +224,7 @@ class Ops(Protocol[Handle]):
         sin_TD: Tensor,
         rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
-        """Rotate heads in the half-split (GPT-NeoX) layout; cos and sin are per token."""
+        """Return rotated query and key heads, in the half-split layout of GPT-NeoX."""
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -239,55 +242,54 @@ class Ops(Protocol[Handle]):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Return each token's sum over k of weights_TK[:, k] * (expert ids_TK[:, k] of x).
+        """Return each token's weighted sum of its experts' outputs, [T, E] in x's dtype.
 
-        [T, E] in x's dtype; the sum is in float32. `ids_TK` is int64, `weights_TK` float32. Id N,
-        legal if `experts.is_part`, adds nothing.
+        The sum is in float32. `ids_TK`: the experts, int64. `weights_TK`: their weights, float32.
+        Id N, legal if `experts.is_part`, adds nothing.
         """
         ...
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row, with its log-prob from the same logits."""
+        """Draw one token per row. Returns log-probs and top-n too, if the flags of `sampling` ask
+        for them, and no ranks."""
         ...
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Return raw log-probs of the targets, and the top-n of their rows, without ranks."""
+        """Return raw log-probs of the targets, and the top-n of each row unless `top_n` is 0. The
+        result has no ranks."""
         ...
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """Return the fingerprint of x.to(dtype), int64 [2]; `ops.fingerprint` defines it.
+        """Return the fingerprint of x.to(dtype), int64 [2], as `rollout.backends.ops.fingerprint`
+        defines it.
 
         It is a 64-bit hash of values and places, and the number of non-finite values. Equal bits
-        give equal fingerprints on every device. `x` may be on any device, where the result is; the
-        host need not wait for it. `places`: where the elements stand in the tensor of which `x` is
-        a part; None if `x` is whole.
+        give equal fingerprints on every device. `x` may be on any device; the result is on the same
+        one, and the host need not wait for it. `places`: positions of x's elements in a larger
+        tensor; None if `x` is a whole tensor.
         """
         ...
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out` and return its fingerprint as `hashed_dtype`. Any devices.
-
-        Raises ValueError if shapes or dtypes differ.
-        """
+        """Copy `x` to `out` and return its fingerprint in `hashed_dtype(x.dtype)`. The tensors may
+        be on any devices. Raises ValueError if shapes or dtypes differ."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache; it defines the layout within a block."""
+    """Causal attention over a paged KV cache, which also defines the layout within a block."""
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache tensor, K and V together; dim 0 counts blocks.
+        """Return the shape of one layer's cache tensor, K and V together. Dim 0 counts blocks.
 
-        Each block of that tensor is contiguous, but blocks may lie apart. Raises ConfigError for
-        heads that the backend does not support.
+        Each block of the tensor is contiguous; between blocks there may be gaps. Raises ConfigError
+        for heads that the backend does not support.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch for the layers' calls of `attend`, with its `plan` set.
-
-        Called once per forward pass, before the layers; the plan holds what all of them share.
-        """
+        """Return the batch with its `plan` set, for the layers' calls of `attend`. Called once per
+        forward pass. The plan holds what all layers share."""
         ...
 
     def attend(
@@ -300,12 +302,13 @@ class AttentionBackend(Protocol):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V to the cache, and attend causally. [T, H, D].
+        """Norm and rotate Q and K as `rotation` says, write K and V to the cache, and attend
+        causally as `traits` say. Returns [T, H, D].
 
-        `rotation` and `traits` say how; K and V go to `slots_T` of `batch.kv[layer]`. `batch` is
-        what `begin` returned. Q, K and V may be views of one projection: only their last dim has
-        unit stride for sure. If the cache holds K alone, only V's shape is read, [T, G, value_dim],
-        and the result has `value_dim` dims as well.
+        `batch`: what `begin` returned; K and V are written to `slots_T` of `batch.kv[layer]`. Q, K
+        and V may be views of one projection, whose last dim alone surely has stride 1. If the cache
+        holds K alone, only the shape of V is used, [T, G, value_dim], and the result has
+        `value_dim` dims per head.
         """
         ...
 
@@ -313,8 +316,8 @@ class AttentionBackend(Protocol):
 class BackendExecutor(Protocol):
     """Runs a step's program on the device, eagerly or by replaying a captured graph.
 
-    `overlaps`: `launch` returns while the device still works, so that the host can prepare the next
-    step. `num_captures`: graphs captured so far.
+    `overlaps`: whether `launch` returns while the device still works, so that the host can prepare
+    the next step. `num_captures`: number of graphs captured so far.
     """
 
     overlaps: bool
@@ -326,10 +329,8 @@ class BackendExecutor(Protocol):
         ...
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Reserve memory. Called once, before the first launch.
-
-        `max_blocks`: the longest block table of any later row. `vocab_size`: logits of a row.
-        """
+        """Reserve memory. Called once, before the first launch. `max_blocks`: length of the longest
+        block table. `vocab_size`: number of logits of a row."""
         ...
 
     def warm_up(self, program: Program) -> int:
@@ -337,17 +338,15 @@ class BackendExecutor(Protocol):
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start the program on the device and return a function that waits for its result.
-
-        Results must be fetched in the order of their launches, with at most two outstanding.
-        """
+        """Start the program on the device and return a function that waits for its result. Results
+        must be fetched in the order of their launches. At most two may be in flight."""
         ...
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop or check captured graphs after memory of KV or weights was released and restored.
 
-        `has_moved`: the memory has other addresses now, so that all graphs are dropped. Otherwise
-        they are checked before their next use. Returns the number of graphs dropped.
+        `has_moved`: the memory has other addresses now, so all graphs are dropped. Otherwise the
+        next step checks one of them. Returns the number of graphs dropped now.
         """
         ...
 
@@ -363,9 +362,10 @@ class Backend:
     executor: BackendExecutor
     memory: MemoryBackend
     create_host_arena: Callable[[], HostArena]
-    # Takes None for a model without such parts; returns None if it cannot fuse.
+    # None if the device has no fused decoder. Takes None for a model without DecoderParts, and
+    # returns None if it cannot fuse the model.
     fuse_decoder: Callable[[DecoderParts | None], FusedDecoder | None] | None = None
     copy_tokens: CopyTokens | None = None  # None: torch copies whole blocks
-    # A context in which this device is the thread's current one.
+    # Returns a context manager that makes this device current in the thread.
     as_current: Callable[[], AbstractContextManager[object]] = nullcontext
     collectives: Collectives = ONE_RANK  # between the ranks that share the model

@@ -1,8 +1,8 @@
 """Protocols of large buffers: MemoryBackend and HostArena allocate, CopyTokens copies KV tokens.
 
-Used by the KV cache (rollout/worker/kv_cache.py) and weight memory (rollout/weights/memory.py) to
-release memory at a suspend and restore it at a resume. Shape letters: B blocks, N bytes of a block,
-K blocks to copy.
+Used by `rollout.worker.kv_cache` and `rollout.weights.memory` to release memory at a suspend and
+restore it at a resume; the CPU and CUDA backends implement them. Shape letters: B blocks, N bytes
+of a block, K blocks to copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 class MemoryBackend(Protocol):
-    """Allocates named buffers of bytes, releases their memory to the system, and restores it."""
+    """Allocates named buffers of bytes, releases their memory to the system, and restores it.
+
+    `has_stable_addresses`: whether a restored buffer has the same address as before.
+    """
 
     has_stable_addresses: bool
 
@@ -23,17 +26,15 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory and return its bytes; the system gets them after `trim`.
+        """Release the buffer's memory. Returns the number of bytes; some go to the system only at
+        `trim`.
 
-        Contents are lost, also if this raises; call `restore` then.
+        The contents are lost, also if this raises; call `restore` then.
         """
         ...
 
     def restore(self, name: str) -> Tensor:
-        """Return the buffer with memory again, contents undefined.
-
-        Its address is the same if `has_stable_addresses`.
-        """
+        """Return the buffer with memory again. Its contents are undefined."""
         ...
 
     def trim(self) -> None:
@@ -42,32 +43,33 @@ class MemoryBackend(Protocol):
 
 
 class HostArena(Protocol):
-    """One reusable host buffer for offloaded bytes (pinned where a device copies from it)."""
+    """One reusable host buffer for offloaded bytes, pinned if a CUDA device copies from it."""
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 view of exactly `num_bytes`; grow the arena if it is too small."""
+        """Return a flat uint8 view of the first `num_bytes`. Grows the arena if it is too small."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """Bytes the arena holds now."""
+        """Number of bytes that the arena holds now."""
         ...
 
     def discard(self, start: int, end: int) -> int:
-        """Free as much of bytes [start, end) as possible; contents are lost. Returns bytes."""
+        """Free as much of bytes [start, end) as possible; their contents are lost. Returns the
+        number of bytes freed."""
         ...
 
     def release(self) -> int:
-        """Free the arena. Returns bytes freed."""
+        """Free the arena. Returns the number of bytes freed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strips:
-    """The layout of a KV cache block as bytes, in `num_strips` strips one after the other.
+    """The byte layout of a KV cache block: `num_strips` strips, one after the other.
 
-    Each strip holds `bytes_per_token` bytes of each token, from token 0 on: one head's K or V in
-    one layer, or more.
+    A strip holds `bytes_per_token` bytes of each of the block's `num_tokens` tokens, in order: one
+    head's K or V in one layer, or several heads'.
     """
 
     num_strips: int
@@ -83,7 +85,7 @@ class CopyTokens(Protocol):
     ) -> None:
         """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`.
 
-        `pool_BN`: the bytes of B blocks. The others are int64 on its device. No block may be both
-        source and target.
+        `pool_BN`: uint8, the bytes of all B blocks. The [K] tensors are int64 on the pool's device.
+        No block may be both source and target.
         """
         ...

@@ -1,6 +1,7 @@
 """Parse a config's `device`, and assign GPUs to the engines of a host.
 
-Used by `create_backend` and LocalLauncher. Changes nothing; logs a warning if engines share GPUs.
+Used by `rollout.backends.select` and `rollout.launch.local`. Changes nothing; logs a warning if
+engines share GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ _PLACE = re.compile(r"(cpu|cuda)(?::([0-9]+))?")
 
 
 def parse_device(name: str) -> tuple[str, int | None]:
-    """Return (kind, index) of "cpu", "cuda" or "cuda:N"; the index is None if the name has none.
+    """Return kind and index of the device "cpu", "cuda" or "cuda:N"; the index is None without N.
 
-    "auto" is "cuda" if torch sees a CUDA device, else "cpu". A named device need not exist. Raises
+    "auto" is "cuda" if torch sees a CUDA device, else "cpu". The device need not exist. Raises
     ConfigError for any other name.
     """
     if name == "auto":
@@ -59,7 +60,7 @@ def environment_of(engine: int, num_gpus: int) -> dict[str, str]:
     """Return the environment variables that show one engine of this host only its `num_gpus` GPUs.
 
     `engine`: index of the engine on the host. If there are too few GPUs, engines share them
-    round-robin. Returns {} without GPUs.
+    round-robin. Returns {} if `num_gpus` is 0 or no GPU is visible.
     """
     seen = os.environ.get(_VISIBLE)
     if not num_gpus:

@@ -1,7 +1,9 @@
 """ForwardBatch and SamplingBatch: the device tensors of one forward pass, and of its draws.
+Rotation and AttentionTraits: how a layer's attention differs from plain attention.
 
-The worker makes them from a step's inputs (rollout/worker/model_runner.py); layers, attention and
-samplers read them. Immutable, but for the tensors `kv` and `routing_TLK`, which layers write.
+`rollout.worker.model_runner` makes the batches from a step's inputs, and the attention layers make
+rotations and traits. `rollout.models`, `rollout.layers` and the backends read them. Immutable,
+except for the tensors `kv` and `routing_TLK`, which layers write.
 
 Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows, D head
 dim.
@@ -23,8 +25,8 @@ class ForwardBatch:
     """T tokens of R rows to compute. Decode rows, of one token each, come first.
 
     Row r has tokens [query_starts[r], query_starts[r + 1]); its last token is at position
-    context_lens[r] - 1. `kv[layer]` is that layer's cache tensor in the attention backend's own
-    layout. Mixtures of experts write each token's experts to `routing_TLK`, unless it is None.
+    context_lens[r] - 1. `kv[layer]` is the layer's cache tensor, in the attention backend's layout.
+    Mixtures of experts write each token's experts to `routing_TLK`, unless it is None.
     """
 
     token_ids_T: Tensor  # int64
@@ -37,9 +39,9 @@ class ForwardBatch:
     context_lens: NDArray[np.int32]  # host, [R]
     num_decode_rows: int
     block_size: int
-    logit_indices_L: Tensor  # int64: tokens whose logits are wanted
+    logit_indices_L: Tensor  # int64: indices of the tokens whose logits are needed
     kv: Sequence[Tensor]
-    plan: Any = None  # what `AttentionBackend.begin` made for its own `attend`
+    plan: Any = None  # set by `AttentionBackend.begin`, read by its `attend`
     routing_TLK: Tensor | None = None  # int16: [tokens, layers with experts, experts of a token]
 
     @property
@@ -47,17 +49,18 @@ class ForwardBatch:
         return int(self.token_ids_T.shape[0])
 
 
-# Which numbers of the rotary embedding are rounded to the heads' dtype. "once": the result alone.
-# "angles": cosines and sines as well. "each": also each product and their sum.
+# Which numbers of the rotary embedding are rounded to the heads' dtype. "once": only the result.
+# "angles": the result, cosines and sines. "each": these, each product and each sum.
 RotaryRounding: TypeAlias = Literal["once", "angles", "each"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Norm (Qwen3), if there are weights, and rotary embedding of query and key heads.
+    """Rotary embedding of query and key heads, after an RMS norm of each head (Qwen3) if there are
+    norm weights.
 
-    Cosines and sines are per token, float32, and span D. `rounds_norm_first` and `rounding` say
-    which intermediate numbers are rounded to the heads' dtype; see `RotaryRounding`.
+    Cosines and sines are per token, float32, and span all D dims. `rounds_norm_first`: round normed
+    heads to their dtype before the product with the weights. `rounding`: see `RotaryRounding`.
     """
 
     cos_TD: Tensor
@@ -71,12 +74,13 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTraits:
-    """Deviations of a layer's attention from softmax(q k / sqrt(D)) over the whole context.
+    """Differences of a layer's attention from softmax(q k / sqrt(D)) over the whole context. A
+    field that is None makes no difference.
 
     `scale` replaces 1 / sqrt(D). `window`: number of positions that a token sees, its own included.
-    `softcap` c makes a score c tanh(score / c). `sinks_H`: one score per query head that takes part
-    in the softmax and has no value. Sources: Gemma 2's report, sec. 2; Xiao et al. 2023,
-    "StreamingLLM", as GPT-OSS learns it.
+    `softcap` c makes a score c tanh(score / c). `sinks_H`: a learned score per query head that
+    takes part in the softmax but has no value, as in GPT-OSS. Sources: Gemma 2's report, sec. 2;
+    Xiao et al. 2023, "StreamingLLM".
     """
 
     scale: float | None = None
@@ -90,7 +94,7 @@ class AttentionTraits:
         return self.window is None and self.softcap is None and self.sinks_H is None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the factor of scores."""
+        """Return the factor of scores: `scale`, or 1 / sqrt(head_dim) if it is None."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -101,8 +105,9 @@ PLAIN = AttentionTraits()
 class SamplingBatch:
     """Parameters of S draws, in contiguous tensors.
 
-    `mode_S`: the log-probs to report, 0 raw, 1 at temperature, 2 processed. A row with temperature
-    0 is greedy and reports raw. The flags, known on the host, let samplers skip passes.
+    `mode_S`: which log-probs to report, by MODE_CODES. A row with temperature 0 is greedy and
+    reports raw log-probs. The flags are known on the host and let samplers skip passes. `top_n`:
+    the largest top-n of the draws; 0 for none.
     """
 
     uniforms_S: Tensor  # float64 in [0, 1)
@@ -118,10 +123,8 @@ class SamplingBatch:
     top_n: int
 
     def select(self, samples_K: Tensor | slice) -> SamplingBatch:
-        """Return the batch of these draws alone, by their indices or as a range.
-
-        The flags still describe all draws.
-        """
+        """Return the batch of the draws `samples_K`, their indices or a range. The flags still
+        describe all draws."""
         return replace(
             self,
             uniforms_S=self.uniforms_S[samples_K],

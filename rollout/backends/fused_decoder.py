@@ -1,7 +1,8 @@
-"""FusedDecoder: the protocol of a decoder's forward pass as one call of the device, and its inputs.
+"""FusedDecoder: the protocol of a decoder's forward pass as one native call, and DecoderParts, the
+weights from which it is made.
 
-`Decoder.parts` collects the inputs; `Backend.fuse_decoder` makes the FusedDecoder, which
-`CausalLM.forward` runs. Only the CPU backend has one (cpu/decoder.py).
+`rollout.models.decoder` collects the parts, `Backend.fuse_decoder` makes the FusedDecoder, and
+`rollout.models.causal_lm` runs it. Only `rollout.backends.cpu.decoder` implements it.
 
 Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept tokens.
 """
@@ -22,10 +23,11 @@ from rollout.parallel.collectives import Collectives
 class DecoderLayerParts:
     """Weights of a layer: attention and a gated MLP, each a residual branch.
 
-    The last four fields are handles of `Ops.prepare_linear`. Norm weights come in pairs: before and
-    after attention, before and after the MLP, and of query and key heads. `has_whole_norms`: query
-    and key norms span all heads. `rope`: index of the layer's rotary table. `order_D`: the order of
-    a head's dims that the table needs. `is_parallel`: attention and MLP read the same input.
+    Norm weights come in pairs, None for a norm that the layer lacks: before and after attention,
+    before and after the MLP, of query and of key heads. `has_whole_norms`: query and key norms span
+    all heads. `rope`: index of the layer's rotary table; None for no rope. `order_D`: the order of
+    a head's dims that the table needs; None if they have it. `is_parallel`: attention and MLP read
+    the same input. `qkv`, `output`, `gate_up`, `down`: handles of `Ops.prepare_linear`.
     """
 
     attention_norms_E: tuple[Tensor | None, Tensor | None]
@@ -46,9 +48,9 @@ class DecoderLayerParts:
 class DecoderShare:
     """This rank's share of a decoder under tensor parallelism.
 
-    Its embedding has the rows of ids [first_id, first_id + num_ids). Norms over all heads span
-    `q_size` dims of queries and `k_size` dims of keys, over all ranks. `counts_k`: False if a lower
-    rank has the same key heads.
+    `first_id`, `num_ids`: the token ids whose embedding rows are on this rank. `q_size`, `k_size`:
+    dims of all query heads and of all key heads together, over all ranks. `counts_k`: False if a
+    lower rank has the same key heads.
     """
 
     collectives: Collectives
@@ -63,8 +65,9 @@ class DecoderShare:
 class DecoderParts:
     """All weights and constants of a decoder whose layers are attention and a gated MLP.
 
-    `embedding` is [V, E], or a repacked weight's memory. `norm_offset` is added to the weights of
-    all norms. Queries grow by 1 + query_growth ln(1 + floor(position / growth_positions)).
+    `embedding` is [V, E], or the memory of a repacked weight. `norm_offset` is added to the weights
+    of all norms. Queries are multiplied by 1 + query_growth ln(1 + floor(position /
+    growth_positions)). `share`: None if this process has the whole decoder.
     """
 
     embedding: Tensor
@@ -81,27 +84,27 @@ class DecoderParts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    share: DecoderShare | None  # None: this process has all of it
+    share: DecoderShare | None
 
 
 class FusedDecoder(Protocol):
-    """A decoder's forward pass as one call of the device.
+    """A decoder's forward pass as one native call.
 
-    `handles`: the handles of all its layers' products; empty if it can never run. A pass can run
-    only if all of them use one product that the fused pass supports.
+    `handles`: the handles of all layers' matrix products; empty if the fused pass can never run. It
+    runs only if all handles use the same product, and one that it supports.
     """
 
     handles: Sequence[Any]
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
-        """Return final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV
-        cache.
+        """Return the hidden states of tokens `batch.logit_indices_L` after the final norm, [L, E].
+        Writes the KV cache.
 
-        `tables`: (cos_PD, sin_PD) of each rope. Returns None without doing anything if the layers
-        must run one by one.
+        `tables`: (cos_PD, sin_PD) of each rope. Returns None, and does nothing, if the layers must
+        run one by one.
         """
         ...
 
     def explain(self) -> str:
-        """Describe which numbers of rows `run` supports, and why not the others, for a log."""
+        """Describe for a log which numbers of rows `run` supports, and why it refuses others."""
         ...

@@ -1,7 +1,7 @@
 """Collectives of bytes over a torch.distributed group.
 
-Used to start tensor-parallel ranks and by the trainer's ranks. torch's own collectives of objects
-unpickle what arrives, and so run any code that a sender wants.
+Used by `rollout.tensor_parallel.start` and `trainer_hooks.weight_sync.trainer_ranks`. They replace
+torch's collectives of objects, which unpickle what arrives, and so run any code of the sender.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from torch import Tensor
 
 
 def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
-    """Return the bytes of each rank, in the order of ranks. All ranks must call this.
-
-    `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
-    """
+    """Return the bytes of each rank, in the order of ranks. All ranks must call this. `group`: None
+    for the default group. Raises RuntimeError if a rank misses the group's deadline."""
     device, size = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(own)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]
@@ -31,7 +29,8 @@ def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(group: Any, own: bytes | None = None) -> bytes:
-    """Return the bytes that rank 0 passes; the other ranks pass None. All ranks must call this.
+    """Return rank 0's bytes on all ranks. Rank 0 passes them as `own`, the others pass None. All
+    ranks must call this.
 
     `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
     """

@@ -1,6 +1,7 @@
 """Memory and CPUs that this process may use, as cgroups and affinity limit them.
 
-Used by the CPU backend and the launchers. Reads /proc and /sys; changes nothing.
+Used by `rollout.backends.cpu.backend`, `rollout.tensor_parallel.start`, `rollout.launch.local` and
+`rollout.launch.torchrun`. Reads /proc and /sys; changes nothing.
 
 A container sees all of the machine's memory and CPUs, but is killed, or slowed down, at the limits
 of its cgroups. Source: cgroups(7); Documentation/admin-guide/cgroup-v2.rst of Linux.
@@ -18,10 +19,8 @@ _MOUNTS = "sys/fs/cgroup"
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int:
-    """Return physical memory, or the lowest limit of this process's cgroups and their parents.
-
-    `root`: the folder that holds proc and sys.
-    """
+    """Return the lowest of physical memory and the limits of this process's cgroups and parents.
+    `root`: the folder that holds proc and sys."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -30,10 +29,8 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
 
 
 def num_usable_cpus(root: Path = _ROOT) -> int:
-    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up.
-
-    `root`: the folder that holds proc and sys.
-    """
+    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up. `root`: the
+    folder that holds proc and sys."""
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         num_cpus = len(os.sched_getaffinity(0))
@@ -50,8 +47,8 @@ def num_usable_cpus(root: Path = _ROOT) -> int:
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroups and their parents, v2, and v1 of `controller`.
 
-    In a container, /proc may show the host's path: then only the folder of the mount exists, which
-    is the container's own, and the other folders are yielded although they do not exist.
+    Not all of them need exist. In a container /proc may show the host's path; then only the root of
+    the mount exists, which is the container's own cgroup.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")

@@ -1,6 +1,7 @@
 """Process groups of torch.distributed, and the rendezvous of an engine's ranks.
 
-Used to start tensor-parallel ranks, by weight transports, and by the weight routes of the servers.
+Used by `rollout.tensor_parallel.start`, `rollout.weights.transports.buckets`, and the weight routes
+of servers in `rollout.serve.control.receiver` and `rollout.serve.sglang.control`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ _LOOPBACK, _STORE_TIMEOUT_S = "127.0.0.1", 300.0  # torch's default timeout of a
 
 
 def group_backends() -> tuple[str, ...]:
-    """Return the torch.distributed backends that this machine supports.
-
-    No test has run nccl, which needs two GPUs.
-    """
+    """Return the torch.distributed backends that this machine supports. No test has run nccl, which
+    needs two GPUs."""
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     return ("gloo", "nccl") if has_nccl else ("gloo",)
 
@@ -38,10 +37,12 @@ def join_group(
     timeout: timedelta,
     own_host: str | None = None,
 ) -> tuple[Any, torch.device]:
-    """Join a process group, without a default group. Returns it and the device of its tensors.
+    """Join a process group, without making a default group. Returns the group and the device on
+    which its tensors must be.
 
-    `store`: the torch store in which the ranks publish their addresses. `own_host`: where other
-    ranks connect to this rank; with None Gloo publishes the address of the machine's host name.
+    `backend`: "gloo" or "nccl". `store`: the torch store in which the ranks publish their
+    addresses. `own_host`: the host at which other ranks connect to this rank over Gloo; None for
+    the address of the machine's host name.
     """
     distributed: Any = dist  # its type hints lack these classes
     device = torch.device("cuda" if backend == "nccl" else "cpu")
@@ -63,14 +64,12 @@ class RankRendezvous:
     """Rendezvous of the ranks of one engine on one machine.
 
     Ranks on CPUs share memory. Ranks on CUDA devices join an NCCL group, which no test has run with
-    more than one rank. `address` is what the other ranks need to join.
+    more than one rank. `address`: the text by which the other ranks join.
     """
 
     def __init__(self, device: str, size: int, address: str | None = None) -> None:
         """Open the rendezvous (rank 0, no `address`), or join the one at rank 0's `address`.
-
-        `device`: "cpu" or "cuda".
-        """
+        `device`: "cpu" or "cuda"."""
         self._device, self._size = device, size
         self._shared: SharedMemory | None = None
         self._store: Any = None
@@ -88,9 +87,10 @@ class RankRendezvous:
     def collectives(
         self, rank: int, *, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> Collectives:
-        """Return the collectives of this rank.
+        """Join as `rank` and return its collectives.
 
-        `check` is called while a collective waits, and may raise. `timeout_s` may be infinite.
+        `timeout_s`: deadline of each collective; may be infinite. `check` is called while a
+        collective waits; an error that it raises ends the wait.
         """
         if self._device == "cpu":
             memory_N = open_shared(self.address) if self._shared is None else self._shared.bytes_N
@@ -100,6 +100,6 @@ class RankRendezvous:
         return GroupCollectives(group, timeout_s=timeout.total_seconds())
 
     def close(self) -> None:
-        """Close the rendezvous after all ranks have joined."""
+        """Close the rendezvous on rank 0. All ranks must have joined."""
         if self._shared is not None:
             self._shared.close()

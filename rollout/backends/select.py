@@ -1,6 +1,7 @@
 """create_backend: choose and make the backend that a config asks for.
 
-Called by the worker when it loads a model, and for its checks by the code that starts engines.
+Used by `rollout.worker.loading` when it loads a model. `rollout.tensor_parallel.start` and
+`rollout.apis.fleet_processes` ask the functions below about a config's device.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ DEFAULT_NUM_MIXED_GRAPHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Honoured:
+class _DeviceRules:
     """Defaults and legal values of config fields on one kind of device.
 
-    `block_size_tokens`: the default size of a KV block. `stable_kind`: the memory kind that keeps
-    addresses over a suspend. It is the default if suspends release the KV cache and the device
-    `prefers_stable`.
+    `block_size_tokens`: default tokens of a KV block. `stable_kind`: the memory kind that keeps
+    addresses over a suspend. "auto" chooses it if suspends release the KV cache, and the device
+    `prefers_stable` or the config asks for stable addresses. `fields_without_effect`: config fields
+    that must keep their defaults.
     """
 
     block_size_tokens: int
@@ -46,8 +48,8 @@ class _Honoured:
 
 
 _DEVICES = {
-    "cpu": _Honoured(
-        # A prompt shorter than a block is copied for each sample of its group, not shared.
+    "cpu": _DeviceRules(
+        # Small, because samples of a group share only whole blocks of their prompt.
         block_size_tokens=64,
         memory_kinds=("device", "reserved"),
         stable_kind="reserved",
@@ -60,7 +62,7 @@ _DEVICES = {
             "use_flashinfer_fused_rope",
         ),
     ),
-    "cuda": _Honoured(
+    "cuda": _DeviceRules(
         block_size_tokens=256,
         memory_kinds=("device", "vmm", "torch_memory_saver", UNIFIED),
         stable_kind="vmm",
@@ -73,10 +75,10 @@ _DEVICES = {
 
 
 def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK) -> Backend:
-    """Return the Backend that `config` asks for, for this rank of `collectives`.
+    """Return the Backend that `config` asks for, for the rank whose `collectives` are given.
 
-    Sets torch's thread count if `num_threads` is given, and registers fork handlers. Raises
-    ConfigError for a device that is not available and for fields that it does not support.
+    Registers fork handlers, and sets torch's number of threads if `num_threads` is given. Raises
+    ConfigError for a device that is not available and for fields that the device does not support.
     """
     device, index = require_device(config.device)
     _refuse_without_effect(config, device)
@@ -89,7 +91,7 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
             memory_kind, deterministic=config.deterministic, collectives=collectives
         )
     else:
-        # Ranks use devices from the named index on; without an index, each its current device.
+        # Rank r uses device index + r; without an index each rank uses its current device.
         index = None if index is None else index + collectives.rank
         backend = _cuda_backend(config, index, memory_kind, collectives)
     logger.info(
@@ -102,8 +104,8 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
 def needs_gpu(config: InferenceConfig) -> bool:
     """Return whether each engine of `config` needs a GPU of its own.
 
-    True for "cuda", and for "auto" if torch sees a GPU. A device with an index is shared by all
-    engines. A named device need not be available here.
+    True for "cuda", and for "auto" if torch sees a GPU. False for a device with an index, which all
+    engines share. The device need not be available here.
     """
     return parse_device(config.device) == ("cuda", None)
 
@@ -111,7 +113,8 @@ def needs_gpu(config: InferenceConfig) -> bool:
 def block_size_of(config: InferenceConfig) -> int:
     """Return the number of tokens of a KV block, from `config` or the device's default.
 
-    A named device need not be available here. Raises ConfigError for an unknown name.
+    The device need not be available here. Raises ConfigError for an unknown device name, unless
+    `config` has a block size.
     """
     if config.block_size_tokens is not None:
         return config.block_size_tokens
@@ -125,10 +128,8 @@ def device_of(config: InferenceConfig) -> str:
 
 
 def use_device(config: InferenceConfig, rank: int) -> None:
-    """Make the GPU of this `rank` the process's current device; no-op on CPU.
-
-    Rank 0 has the GPU that `config` names, by default GPU 0.
-    """
+    """Make the GPU of this `rank` current in the calling thread. Does nothing on a CPU. Rank 0 has
+    the GPU that `config` names, by default GPU 0, and rank r the r-th one after it."""
     kind, index = require_device(config.device)
     if kind == "cuda":
         torch.cuda.set_device((index or 0) + rank)
@@ -159,21 +160,19 @@ def _cuda_backend(
 
 
 def _memory_kind(config: InferenceConfig, device: str) -> str:
-    """Return the memory kind that `config` names, or the one that "auto" stands for.
-
-    Raises ConfigError for a kind that the device does not have.
-    """
-    honoured, kind = _DEVICES[device], config.memory_kind
+    """Return the memory kind that `config` names, or the one that "auto" stands for. Raises
+    ConfigError for a kind that the device does not have."""
+    rules, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
         return UNIFIED
     if kind == "auto":
         keeps_bytes = config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
-        is_stable = config.static_kv_memory_pointers or honoured.prefers_stable
-        return honoured.stable_kind if is_stable and not keeps_bytes else "device"
-    if kind not in honoured.memory_kinds:
+        is_stable = config.static_kv_memory_pointers or rules.prefers_stable
+        return rules.stable_kind if is_stable and not keeps_bytes else "device"
+    if kind not in rules.memory_kinds:
         raise ConfigError(
             f"memory_kind={kind!r} does not exist on {device.upper()}; "
-            f"use 'auto' or one of {honoured.memory_kinds}"
+            f"use 'auto' or one of {rules.memory_kinds}"
         )
     return kind
 

@@ -1,7 +1,8 @@
 """Buffers that other processes of the machine can map, in host memory or on a CUDA device.
 
-Used by weight transports. An address is text that can be sent to any process: the path of an
-anonymous file for host memory, the device's UUID and a CUDA IPC handle for a device.
+Used by `rollout.weights.transports.buckets` and `rollout.weights.transports.collective`. An address
+is text that can be sent to any process. For host memory it is the path of an anonymous file, for a
+CUDA device the device's UUID and a CUDA IPC handle.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 class SharedBuffer:
     """A shared buffer in the process that made it.
 
-    `bytes_N`: uint8; the memory is freed with its last view. `address`: for `open_shared_buffer`.
+    `bytes_N`: the memory as uint8, freed with its last view. `address`: what `open_shared_buffer`
+    takes in another process.
     """
 
     bytes_N: Tensor
@@ -44,9 +46,10 @@ def require_place(place: str) -> None:
 
 
 def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
-    """Return a new buffer on the host or on the current CUDA device.
+    """Return a new buffer in host memory or on the current CUDA device, as `place` says.
 
-    Call `require_place` before. Raises OSError, MemoryError or RuntimeError if memory is short.
+    `require_place` must have been called. Raises OSError, MemoryError or RuntimeError if memory is
+    short.
     """
     if place == DEVICE:
         runtime = CudaRuntime(torch.device(DEVICE))
@@ -59,19 +62,15 @@ def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
 
 
 def close_shared_buffer(buffer: SharedBuffer) -> None:
-    """Close the buffer's file, so that no further process can map it; existing mappings stay.
-
-    No-op for a buffer on a device.
-    """
+    """Close the buffer's file, so that no other process can map it any more. Existing mappings
+    stay. Does nothing for a buffer on a device."""
     if _FILE.fullmatch(buffer.address):
         os.close(int(buffer.address.rpartition("/")[2]))
 
 
 def open_shared_buffer(place: str, address: str, num_bytes: int) -> Tensor:
-    """Map another process's buffer, uint8 [num_bytes]. It must not be written.
-
-    Raises OSError, RuntimeError or ValueError if it does not exist or is smaller.
-    """
+    """Map another process's buffer and return it, uint8 [num_bytes]. The caller must not write it.
+    Raises OSError, RuntimeError or ValueError if the buffer does not exist or is smaller."""
     if place == DEVICE:
         uuid, _, handle = address.partition(" ")
         return CudaRuntime.of_uuid(uuid).opened_tensor(bytes.fromhex(handle), num_bytes)

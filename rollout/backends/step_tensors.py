@@ -1,10 +1,11 @@
 """StepInputs: the arrays that a step copies to its device; Program: what the device runs on them.
 
-The worker builds them as host arrays; a `BackendExecutor` copies them and runs the program. Both
-forms, host arrays and device tensors, have these types.
+`rollout.worker.batch_builder` and `rollout.worker.logits_builder` make the host arrays. The
+executors of the backends copy them to the device and run ModelRunner, the only Program. Host arrays
+and device tensors have the same types here, generic in `Array`.
 
 Shape letters: T tokens, R compute rows, E = R + 1, M blocks per table, L logit rows, S sample rows,
-P scored tokens, N top-n; LogitsInputs has its own.
+P scored tokens. LogitsInputs explains its own letters.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ HostArray: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """Facts about a step's draws that the host knows; they let samplers skip passes."""
+    """Flags of a step's draws, known on the host, by which samplers skip passes. `top_n`: the
+    largest top-n of the draws; 0 for none."""
 
     all_greedy: bool
     any_greedy: bool
@@ -37,17 +39,17 @@ class SamplingFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsInputs(Generic[Array]):
-    """Changes to the logits of K samples before these are drawn.
+    """Changes to the logits of K samples before they are drawn: B biases and C allowed ids in all.
 
-    Of the K samples Q have penalties, A have a list of allowed ids, and U report log-probs of the
-    unchanged logits. `histories_Q` are indices of `TokenHistories`; `lengths_Q` counts a history's
-    tokens before this draw, of which the first `num_prompt_Q` are the prompt. `new_*_N` are the N
-    tokens of histories that begin with this step.
+    Of the K samples Q have penalties, A have a list of allowed ids, U report log-probs of the
+    unchanged logits, and R of the changed ones. `histories_Q`: indices in `TokenHistories`.
+    `lengths_Q`: tokens of a history before this draw; the first `num_prompt_Q` are the prompt.
+    `new_*_N`: the N tokens of histories that begin with this step.
     """
 
-    samples_K: Array  # which sample
+    samples_K: Array  # index of the sample in the step
     bias_at_B: Array  # index into K
-    bias_ids_B: Array  # the biased id
+    bias_ids_B: Array  # token id whose logit is biased
     biases_B: Array  # float32: added to the id's logit; -inf forbids the id
     limited_A: Array  # index into K
     allowed_at_C: Array  # index into A
@@ -62,7 +64,7 @@ class LogitsInputs(Generic[Array]):
     new_ids_N: Array  # int32
     unprocessed_U: Array  # index into K
     inverse_temperature_U: Array  # float32
-    processed_R: Array  # index into K: the others, which report log-probs of changed logits
+    processed_R: Array  # index into K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +73,16 @@ class StepLayout(Generic[Array]):
 
     While the same rows decode, their steps share one object, so that its copy can stay on the
     device. Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from;
-    the others are scored, in order. `asks_more_S`, on the host: the samples that want a top-n or
-    ranks beside their log-prob.
+    the others score prompt tokens, in order. `asks_more_S`, always on the host: whether the sample
+    reports a top-n or its rank.
     """
 
-    input_rows_T: Array  # the row whose last token this is; 0 for one that token_ids_T names
+    input_rows_T: Array  # the row whose last token this is; 0 if token_ids_T has its id
     token_ids_T: Array
     query_starts_E: Array
-    logit_indices_L: Array  # the token whose logits are wanted
-    draws_S: Array  # the logit row each sample is drawn from
-    sample_rows_S: Array  # the row that gets the token
+    logit_indices_L: Array  # index of the token whose logits are needed
+    draws_S: Array  # index of the logit row from which the sample is drawn
+    sample_rows_S: Array  # the row whose next token is drawn
     temperature_S: Array
     top_k_S: Array
     top_p_S: Array
@@ -101,7 +103,7 @@ class StepLayout(Generic[Array]):
 class StepInputs(Generic[Array]):
     """One step: which tokens to compute, where to write their KV, what to draw and to score.
 
-    `processing`: None if no sample's logits are changed before the draw.
+    `processing`: changes to logits before the draw; None if there are none.
     """
 
     layout: StepLayout[Array]
@@ -113,7 +115,7 @@ class StepInputs(Generic[Array]):
     processing: LogitsInputs[Array] | None = None
 
 
-# Dtypes of the arrays of StepLayout, and of the other arrays of StepInputs; all are contiguous.
+# Dtypes of the arrays of StepLayout and of StepInputs. All are contiguous.
 LAYOUT_TYPES = {
     "input_rows_T": "int64",
     "token_ids_T": "int64",
@@ -140,20 +142,23 @@ INPUT_TYPES = {
 class Program(Protocol):
     """The computation of a step on its device, in two parts.
 
-    Both take the same step as host arrays and as device tensors. A call may be captured in a graph
-    and replayed for other values: only shapes and flags may decide what it launches.
+    Both take the step's inputs as host arrays and as device tensors. A call may be captured in a
+    graph and replayed with other values: it may launch different kernels only for different shapes
+    and flags.
     """
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states of the L logit rows, [L, E], and the tokens' experts if recorded."""
+        """Return hidden states of the L logit rows, [L, hidden size], and the tokens' experts; None
+        if they are not recorded."""
         ...
 
     def draw(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> StepOutput[Tensor]:
-        """Draw samples from the first rows of `hidden_LE`, and score the others."""
+        """Draw samples from the first `num_drawn_logits` rows of `hidden_LE`, and score prompt
+        tokens by the others."""
         ...
 
 

@@ -1,6 +1,7 @@
 """KVCacheManager: allocates KV blocks and rows to requests and shares blocks of equal prefixes.
 
-The scheduler calls it; it moves no bytes.
+Scheduler and its parts call it, and Suspension for the blocks to offload; `rollout.engine.build`
+makes it. It counts blocks and moves no bytes.
 Source: PagedAttention (Kwon et al. 2023), sec. 4.
 """
 
@@ -27,10 +28,10 @@ class BlockTable:
     row: the request's row; 0 while it has none.
     num_shared: number of first blocks that another request computed and may still use.
     num_cached: number of first blocks that are in the prefix index.
-    is_cacheable: False once a full block could not enter the index: later blocks cannot either.
+    is_cacheable: False once a full block could not enter the index, so that later ones cannot.
     root_key: parent key of the first block. Requests with another salt have another root key.
-    keys: keys of the first blocks in the prefix index under the weights version `key_version`, as
-        far as they were computed.
+    keys: keys of the first blocks for the prefix index, as far as they were computed.
+    key_version: the weights version that is part of `keys`.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -44,7 +45,7 @@ class BlockTable:
 
 
 class KVCacheManager:
-    """The only writer of block tables, of the pools of blocks and rows, and of the prefix index.
+    """Allocates blocks and rows. It alone writes block tables and the prefix index.
 
     Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
     holds them. A block is free (in `free_blocks`), in use by one or more requests, or unused:
@@ -56,7 +57,7 @@ class KVCacheManager:
     index only if it and all blocks before it were written entirely under one weights version, and
     is found only under that version. With `reuse_across_versions` any full block enters the index,
     and is found unless it holds KV that is more than `max_age_versions` older than the current
-    weights. KV that `distrust` names is found under no later version. `keeps_unused`: an indexed
+    weights. KV excluded by `distrust` is found under no later version. `keeps_unused`: an indexed
     block outlives its last user until its space is needed (LRU); otherwise it leaves the index
     with that user (REF_ZERO).
     """
@@ -148,15 +149,16 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Let `child` share all blocks of `parent`. Whichever writes to a shared block first gets a
-        copy of it (see `allocate`).
+        """Let `child` share all blocks of `parent`.
+
+        The first request that writes to a shared block gets a copy of it, see `allocate`.
         """
         for block in parent.blocks:
             self._num_users[block] += 1
         child.blocks = list(parent.blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Free all blocks of the request, last first. Its keys stay for the next time it runs."""
+        """Free all blocks of the request, last first. Keeps its keys for the next time it runs."""
         while table.blocks:
             block = table.blocks.pop()
             assert self._num_users[block] > 0, f"block {block} is freed twice"
@@ -211,8 +213,9 @@ class KVCacheManager:
         """Index the blocks that have become full since the last call, under weights `version`.
 
         `spans` has the version that wrote each computed position; `tokens` has a token for each.
-        A block cannot enter the index if another block holds its key (see PrefixIndex.add), or if
-        its predecessor is not in the index.
+        A block cannot enter the index if another block holds its key (see PrefixIndex.add), if its
+        predecessor is not in the index, or if its KV has a version other than the first position's
+        (without `reuse_across_versions`).
         """
         if not self.enable_prefix_caching or not table.is_cacheable:
             return
@@ -224,7 +227,7 @@ class KVCacheManager:
     def _cache_next(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> bool:
-        """Index the first block that is not in the index. Returns False if it cannot be."""
+        """Index the first block that is not in the index. Returns False if it cannot enter it."""
         position, block_size = table.num_cached, self.block_size
         block_spans = spans.slice(position * block_size, (position + 1) * block_size)
         key_version = ANY_VERSION
@@ -249,9 +252,9 @@ class KVCacheManager:
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
 
     def begin_weights_version(self) -> None:
-        """Record that the weights have changed: requests find no blocks of the old version. O(1).
+        """Exclude all indexed blocks from later matches, because the weights have changed. O(1).
 
-        With `reuse_across_versions` nothing changes.
+        Does nothing with `reuse_across_versions`.
         """
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()

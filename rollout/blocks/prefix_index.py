@@ -1,4 +1,7 @@
-"""PrefixIndex: finds the blocks whose KV a new request can share. KVCacheManager owns it."""
+"""PrefixIndex: finds the blocks whose KV a new request can share, by hashes of their tokens.
+
+KVCacheManager owns it. Scheduler uses `root_key`; `rollout.scheduling.integrity` reads the index.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str | None) -> bytes:
-    """Return the parent key of a request's first block. Each salt has its own parent key, so
-    prefixes with different salts never match."""
+    """Return the parent key of a request's first block, by the request's `cache_salt`. Prefixes
+    with different salts never match."""
     if salt is None:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
@@ -25,8 +28,8 @@ def root_key(salt: str | None) -> bytes:
 def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
     """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b.
 
-    Cryptographic, so that a hit needs no comparison of tokens. The chain makes it the key of the
-    whole prefix that ends with this block.
+    The hash is cryptographic, so a hit needs no comparison of tokens. The parent key makes it the
+    key of the whole prefix that ends with this block.
     """
     hasher = hashlib.blake2b(parent, digest_size=16)
     hasher.update(version.to_bytes(8, "little", signed=True))
@@ -124,16 +127,19 @@ class PrefixIndex:
         return list(self._by_key.values())
 
     def is_current(self, entry: IndexedBlock) -> bool:
-        """Return whether the block can be found by a request for which its KV is young enough.
+        """Return whether requests can find the block, if its KV is young enough for them.
 
-        It can unless a new generation began after it entered the index, or it was dropped.
+        They cannot if a new generation began after it entered the index, or if it was dropped.
         """
         was_there = self._drops_before[entry.block] < self._num_drops
         is_dropped = was_there and entry.block in self.unused
         return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
-        """Return the longest indexed prefix without KV older than `oldest_version`, as entries."""
+        """Return the entries of the longest indexed prefix without KV older than `oldest_version`.
+
+        `keys`: the keys of a request's blocks, first block first. None: KV of any age.
+        """
         found = []
         for key in keys:
             entry = self._by_key.get(key)
@@ -153,8 +159,8 @@ class PrefixIndex:
         """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
         Returns False, with nothing changed, if another block has its key, or if its predecessor in
-        the table (None for the first block) is not in the index. An unused block that was dropped,
-        is of an earlier generation, or holds KV older than `oldest_version` loses the key to it.
+        the table (None for the first block) is not in the index. But it replaces an unused block
+        that was dropped, is of an earlier generation, or holds KV older than `oldest_version`.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -187,10 +193,8 @@ class PrefixIndex:
             self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """Record that the block's last user has left.
-
-        Returns whether the block stays in the index, as an unused block.
-        """
+        """Record that the block's last user has left. Returns whether the block stays in the index,
+        as an unused block; if not, it is free."""
         entry = self._by_block[block]
         if entry is None:
             return False

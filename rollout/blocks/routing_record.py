@@ -1,6 +1,7 @@
 """RoutingRecord: the experts that computed each KV entry, kept on the host by cache slot.
 
-The scheduler writes it, with `record_routing`; OutputProcessor takes the rows of ended requests.
+`rollout.engine.build` makes it if `record_routing` is set. Scheduler and RunningRequests write it;
+OutputProcessor takes the rows of requests that end or are queued again.
 
 Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts of a
 token.
@@ -20,7 +21,9 @@ _MAX_IN_A_BYTE = 256
 
 
 class RoutingRecord:
-    """A row of expert ids [L, K] for every slot, block * block_size + place, beside its K and V.
+    """A row of expert ids [L, K] for every slot of the KV cache.
+
+    Slot block * block_size + i belongs to token i of the block.
 
     The rows follow the cache: requests that share a block share its rows, and copying a block
     copies its rows. The device runs ahead: `launch` only records which blocks a step copies, and
@@ -32,7 +35,7 @@ class RoutingRecord:
     def __init__(
         self, *, num_blocks: int, block_size: int, num_layers: int, top_k: int, num_experts: int
     ) -> None:
-        """Blocks are 0 .. num_blocks. Memory is used as slots are written to."""
+        """`top_k`: experts of a token. `num_experts`: experts of a layer, shared ones left out."""
         self.block_size = block_size
         dtype = np.uint8 if num_experts <= _MAX_IN_A_BYTE else np.int16
         self._rows_SLK = np.zeros(((num_blocks + 1) * block_size, num_layers, top_k), dtype)

@@ -1,1 +1,4 @@
-"""The `rollout` command: `main`, and a module for each subcommand."""
+"""The `rollout` command: `main`, a module for each subcommand, and modules that several share.
+
+Run by users, as the script `rollout` and as `python -m rollout`.
+"""

@@ -1,7 +1,7 @@
-"""The command `rollout bench`: measures throughput and latency of an LLM that it creates, or,
-as `rollout bench serving`, of a server.
+"""rollout bench: measures throughput and latency of an LLM that it creates.
 
-Used by rollout.cli.main. It prints, and writes no files.
+`rollout bench serving` measures a running server instead. `rollout.cli.main` calls `run`, which
+prints the measurements and writes no files.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ bench serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad(BenchLoad):
-    """The load of an LLM. n: samples of each prompt."""
+    """The load of an LLM that the command creates. n: samples of each prompt."""
 
     n: PositiveInt = 1
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the command with the arguments `words`, and print the measurements.
-
-    Returns 1 if a request failed, else 0.
-    """
+    """Run the load and print its measurements. Returns 1 if a request failed, else 0. words: the
+    command's arguments. Raises UsageError for wrong arguments."""
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])
     parser = Parser(
@@ -84,10 +82,8 @@ def _run_serving(words: Sequence[str]) -> int:
 
 
 def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
-    """Run all prompts at once, after one short request that warms the engine up.
-
-    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured.
-    """
+    """Run all prompts at once, after one short request to warm up, and return the measurements.
+    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured."""
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     llm.generate(prompts[0][:1], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))

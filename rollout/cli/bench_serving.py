@@ -1,6 +1,6 @@
-"""The load of `rollout bench`, and its run against a server: streamed completions, timed here.
+"""The load of `rollout bench`, and its run against a server: streamed completions that are timed.
 
-`measure_serving` is used by `rollout bench serving` and by the benchmarks.
+Used by `rollout.cli.bench` and `benchmarks.serving`. `measure_serving` sends HTTP requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds, ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLoad:
-    """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1."""
+    """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1.
+
+    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates.
+    """
 
     num_prompts: PositiveInt = 64
     prompt_tokens: PositiveInt = 128
@@ -43,11 +46,12 @@ class BenchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLoad(BenchLoad):
-    """The requests of a run against a server. Raises UsageError.
+    """The requests of a run against a server. Raises UsageError for a field that is not valid.
 
-    url: URL of the server. rate: requests that are started per second, at random times; None starts
-    a request whenever another one ends. concurrency: most requests at once. model: None for the
-    first model that the server lists.
+    url: URL of the server. model: None for the first model that the server lists. api_key: bearer
+    token; None without one. concurrency: most requests at once. rate: mean number of requests
+    started per second, at random times; None starts a request whenever another one ends.
+    timeout_s: most seconds of one request.
     """
 
     url: Name
@@ -64,10 +68,9 @@ class ServingLoad(BenchLoad):
 
 
 async def measure_serving(load: ServingLoad) -> Summary:
-    """Send all requests and wait for the last. A request that fails is counted, not raised.
-
-    Raises OSError if the server cannot be reached, RolloutError if it does not list a model.
-    """
+    """Send all requests, wait for the last one and return the measurements. A failed request is
+    counted, and its error is not raised. If `load` names no model, raises OSError if the server
+    cannot be reached, and RolloutError if it lists no model."""
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
         base_url=load.url,

@@ -1,6 +1,7 @@
 """rollout coordinator: runs a coordinator, which distributes clients' requests to engines.
 
-`main` calls `run`. Engines join by `rollout engine`, clients by AsyncLLM.connect.
+`rollout.cli.main` calls `run`, which runs the coordinator in this process. Engines join by `rollout
+engine`, clients by AsyncLLM.connect. `run` sets SIGINT and SIGTERM handlers and logging.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _KINDS: Kinds = {
 
 def run(words: Sequence[str]) -> int:
     """Print the address and serve until a client sends SHUTDOWN, or until SIGTERM or Ctrl-C.
-    Returns 0."""
+    Returns 0. words: the command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "coordinator",
         "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"
@@ -76,9 +77,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def address_of(listen: str) -> tuple[str, int | None]:
-    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT. Port 0 becomes None, for a free
-    port. Raises UsageError.
-    """
+    """Return host and port of tcp://HOST:PORT, HOST:PORT or PORT (on 127.0.0.1). Port 0 becomes
+    None, which means any free port. Raises UsageError for other text."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if "://" in host or not port.isdecimal() or int(port) > 65535:

@@ -1,7 +1,7 @@
 """rollout engine: runs one engine, which connects to the coordinator at --join ADDRESS.
 
-`main` calls `run`. The engine runs in this process, its other tensor-parallel ranks in child
-processes. `run` sets this process's SIGTERM handler and logging.
+`rollout.cli.main` calls `run`. The engine runs in this process, its other tensor-parallel ranks in
+child processes. `run` sets this process's SIGTERM handler and logging.
 """
 
 from __future__ import annotations
@@ -22,12 +22,9 @@ _KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until the coordinator sends SHUTDOWN, then return 0. `words`: the arguments after
-    `rollout engine`.
-
+    """Serve until the coordinator sends SHUTDOWN, then return 0. words: the command's arguments.
     SIGTERM raises SystemExit: the engine disconnects, and other engines continue its requests.
-    Raises UsageError for wrong arguments.
-    """
+    Raises UsageError for wrong arguments."""
     parser = Parser(
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",
@@ -66,7 +63,7 @@ def run(words: Sequence[str]) -> int:
     model_of(of_model)
     curve = None if given.keys is None else peer_keys(given.keys, given.peer)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    # As an exception, so that the engine disconnects and other engines continue its requests.
+    # SystemExit unwinds the stack, so the engine disconnects and others continue its requests.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     config = config_with(None, fields)
     run_engine(given.join, **of_model, inference_config=config, curve=curve, **own)

@@ -1,6 +1,6 @@
 """rollout explain: shows what a config resolves to on this machine, and why.
 
-`main` calls `run`. The engine is built, and nothing is generated.
+`rollout.cli.main` calls `run`, which builds an engine in this process and generates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A value that an engine works with. why: where the value comes from, "" if evident."""
+    """A value that an engine works with. why: where the value comes from; "" if that is evident."""
 
     name: str
     value: Any
@@ -32,7 +32,7 @@ class Fact:
 
 
 def run(words: Sequence[str]) -> int:
-    """Build the engine and print its values. Returns 0."""
+    """Build the engine, print its values and release it. Returns 0."""
     parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
     parser.epilog = MODEL_HELP
     given = parser.parse(words)
@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def explain(build: EngineBuild) -> dict[str, list[Fact]]:
-    """Return facts by section: model, device, blocks, memory, limits, kernels."""
+    """Return the facts of an engine by the title of their section, in the order of printing."""
     return {
         "model": list(_model(build)),
         "device": list(_device(build)),

@@ -1,6 +1,7 @@
 """rollout generate: completes prompts of a file or of stdin, as JSON lines.
 
-`main` calls `run`. The engine is in this process, or a fleet if a setting asks for one.
+`rollout.cli.main` calls `run`. The engine is in this process, or a fleet if a setting asks for one.
+Samples go to stdout or the --output file, and the summary to stderr.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate, load_template
 from rollout.text import as_tokenizer, has_tokenizer
 
-# `seed` is InferenceConfig's here; options of the command choose the columns of the output.
-_CHOSEN = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
-SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_CHOSEN)
-# Name of InferenceConfig.max_tokens here, as in configs of training jobs: in other programs
-# `max_tokens` limits the output.
+# SamplingParams' fields that are no settings here: `seed` is InferenceConfig's, and the command's
+# options choose the columns of the output.
+_EXCLUDED = ("seed", "return_log_probs", "return_prompt_tokens", "streaming", "streaming_interval")
+SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_EXCLUDED)
+# Name of InferenceConfig.max_tokens on this command line, as in configs of training jobs, because
+# `max_tokens` of other programs limits the output.
 _STEP_TOKENS = "engine.max_tokens"
 _HINTS = {name: hint for name, hint in SAMPLING_HINTS.items() if name != "n"} | CONFIG_HINTS
 _HINTS |= {
@@ -44,7 +46,8 @@ _HINTS |= {
 
 
 def run(words: Sequence[str]) -> int:
-    """Write the samples of all prompts. Returns 1 if a request failed, else 0."""
+    """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
+    arguments. Raises UsageError for wrong arguments and prompts."""
     given = _parser().parse(words)
     of_llm, sampling, more = read_settings(
         with_model(given.settings),
@@ -77,11 +80,9 @@ def run(words: Sequence[str]) -> int:
 
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
-    """Return a function that renders messages as a prompt, as a server of `directory` would.
-
+    """Return a function that renders messages as a prompt with the chat template of `directory`.
     The template is read at the first call. The function raises UsageError for a directory without a
-    template and for messages that the template refuses, ConfigError for a malformed template.
-    """
+    template and for messages that the template refuses, ConfigError for a malformed template."""
 
     @cache
     def template() -> ChatTemplate:
@@ -143,8 +144,8 @@ def _generate(
     *,
     is_json: bool,
 ) -> int:
-    """Write all samples in the order of the prompts, as early as that order allows. Returns the
-    exit code."""
+    """Generate all samples and write each as soon as the order of the prompts allows. more: the
+    settings n and priority, if given. Writes a summary to stderr. Returns the exit code."""
     start, counts = time.monotonic(), _Counts()
     n = more.get("n", 1)
     group_ids = llm.submit(
@@ -191,7 +192,8 @@ class _Counts:
 
 @contextmanager
 def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
-    """Show a live bar on stderr. Yields advance(num_tokens), to call for each finished prompt."""
+    """Show a progress bar on stderr, if `is_shown`. Yields advance(num_tokens), to be called for
+    each finished prompt."""
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),

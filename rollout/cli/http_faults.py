@@ -1,6 +1,6 @@
-"""named_http_faults: turns aiohttp's errors into errors that `main` reports.
+"""Turns aiohttp's errors into errors that `rollout.cli.main` reports.
 
-Used by `rollout top` and `rollout bench serving`.
+Used by `rollout.cli.top` and `rollout.cli.bench_serving`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rollout.errors import RolloutError
 
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
-    """Turn aiohttp's errors into RolloutError. An error that is an OSError passes unchanged."""
+    """Turn aiohttp's errors in the `with` block into RolloutErrors that name `url`. An aiohttp
+    error that is also an OSError, such as a refused connection, passes unchanged."""
     try:
         yield
     except aiohttp.ClientError as error:

@@ -1,4 +1,8 @@
-"""The `rollout` command: runs a subcommand, and reports errors as one line and an exit code."""
+"""The `rollout` command: runs a subcommand, and reports errors as one line and an exit code.
+
+`main` is the entry point of the installed script `rollout` and of `python -m rollout`. Each
+subcommand is a module of rollout.cli, or an entry point of another installed package.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,8 @@ from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
 
 USAGE, FAULT, INTERRUPTED = 2, 1, 130  # exit codes
-# Each command is `run(arguments) -> exit code` of the module rollout.cli.NAME, which is imported
-# when it is chosen: some need torch, which takes seconds.
+# Each command is `run(arguments) -> exit code` of the module rollout.cli.NAME. Only the chosen
+# module is imported, because some import torch, which takes seconds.
 COMMANDS = {
     "serve": "serve a model over HTTP",
     "generate": "complete prompts of a file or of stdin, as JSON lines",
@@ -28,14 +32,17 @@ COMMANDS = {
     "engine": "run one engine of a fleet",
     "keys": "make the keys of a fleet over several hosts",
 }
-# Installed packages add commands by this group of entry points: `run(arguments) -> exit code` each.
+# Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0, 2 for a mistake of the user, 1 for other errors.
+    """Run one command and return its exit code.
 
-    Errors are one line on stderr, with `--json` a JSON object.
+    Errors are reported on stderr as one line, or as a JSON object with `--json`. The exit code is
+    then 2 for a wrong command line, config or request, and 1 for other errors. An interrupt returns
+    130, and a closed stdout returns 1; neither prints anything. arguments: the command line; None
+    for sys.argv.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

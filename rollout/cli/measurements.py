@@ -1,4 +1,7 @@
-"""The measurements of `rollout bench`, as percentiles, JSON and a table."""
+"""The measurements of `rollout bench`, as percentiles, JSON and a table.
+
+Used by `rollout.cli.bench` and `rollout.cli.bench_serving`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ PERCENTS = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Timing of one request: numbers of tokens, and seconds from its start to its first and to its
-    last token."""
+    """Timing of one request that succeeded.
+
+    first_token_s, total_s: seconds from its start to its first and to its last token.
+    """
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -31,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Percentiles in seconds; None if there was no value."""
+    """Percentiles of times in seconds; None if there were no times."""
 
     p50: float | None
     p90: float | None
@@ -47,10 +52,10 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The measurements of a run.
+    """The measurements of a run. Tokens and percentiles are of requests that succeeded.
 
-    seconds: wall clock. cpu_seconds: CPU time of the process that ran the engine, None if unknown.
-    first_error: an error of a failed request, None without failures.
+    seconds: wall-clock seconds of the run. cpu_seconds: CPU time of the process that ran the
+    engine; None if not measured. first_error: message of one failed request; None without failures.
     """
 
     num_requests: int
@@ -88,7 +93,7 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields and the rates derived from them."""
+        """Return all fields, and the rates derived from them, by name."""
         rates = {
             "generated_tokens_per_s": self.num_generated_tokens / self.seconds,
             "prompt_tokens_per_s": self.num_prompt_tokens / self.seconds,

@@ -1,6 +1,7 @@
 """The settings of an LLM on the command line, and the LLM made from them.
 
-Used by the commands that take a model: serve, generate, bench, explain and engine.
+Used by the commands that take a model: `rollout.cli.serve`, `rollout.cli.generate`,
+`rollout.cli.bench`, `rollout.cli.explain` and `rollout.cli.engine`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", 
 
 
 def llm_kinds() -> Kinds:
-    """Return names and types of all settings of `make_llm`."""
+    """Return the names and types of all settings that `make_llm` takes."""
     return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
 
 
@@ -40,7 +41,7 @@ def with_model(words: Sequence[str]) -> list[str]:
 
 
 def model_of(values: Mapping[str, Any]) -> str:
-    """Return the model's directory. Raises UsageError if it is not given or not there."""
+    """Return the model's directory. Raises UsageError if it is not given or does not exist."""
     model: str = model_directory(require(values, "model", "DIR"))
     if not Path(model).is_dir():
         raise UsageError(f"model={model} is not a directory; models are not downloaded here")
@@ -48,11 +49,12 @@ def model_of(values: Mapping[str, Any]) -> str:
 
 
 def is_fleet(values: Mapping[str, Any]) -> bool:
-    """Return whether a setting needs engine processes behind a coordinator."""
+    """Return whether any given setting needs engine processes behind a coordinator."""
     return not FLEET_KINDS.keys().isdisjoint(values)
 
 
 def make_llm(values: Mapping[str, Any]) -> LLM:
-    """Return an LLM over an engine in this process, or over a fleet."""
+    """Return an LLM over an engine in this process, or over a fleet if `is_fleet` of its settings.
+    Raises UsageError without an existing model directory."""
     model_of(values)
     return LLM(**values, use_coordinator=is_fleet(values))

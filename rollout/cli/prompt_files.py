@@ -1,4 +1,7 @@
-"""The input and output of `rollout generate`: lines with prompts, and rows of samples."""
+"""The input and output of `rollout generate`: lines with prompts, and rows of samples.
+
+Used by `rollout.cli.generate`, and by `rollout.cli.bench` for `error_of`. Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One prompt: text or token ids. columns: the other keys of its JSON line."""
+    """One prompt: text or token ids.
+
+    columns: the items of its JSON line that are not null, the prompt's own included; empty for a
+    line of text.
+    """
 
     prompt: str | list[int]
     columns: Mapping[str, Any]
@@ -25,7 +32,7 @@ class PromptLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """Whether a sample's row has columns besides its text: ids, log-probs, weights versions."""
+    """Which optional columns a sample's row has: token ids, log-probs, weights versions."""
 
     token_ids: bool
     log_probs: bool
@@ -38,10 +45,11 @@ def read_prompts(
     *,
     source: str,
 ) -> Iterator[PromptLine]:
-    """Yield the prompts of `lines`: of JSON lines if the first one begins with "{", else of text.
+    """Yield one prompt for each line that is not blank.
 
-    Lines are UTF-8, the first one also with a byte order mark. Blank lines are skipped. source:
-    name of the lines in errors. Raises UsageError, which names the line.
+    If the first such line begins with "{", all lines are JSON objects; else each line is a prompt's
+    text. apply_chat_template: renders `messages` as a prompt. source: name of the file in errors.
+    Raises UsageError, which names the line, for a line that is not UTF-8 or has no valid prompt.
     """
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
@@ -104,7 +112,8 @@ def sample_row(
     request: DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
-    """Return the JSON object of one sample. index: its prompt's index."""
+    """Return the JSON object of one sample. index: number of its prompt, from 0. sample: number of
+    the sample of that prompt, from 0."""
     row: dict[str, Any] = {
         "prompt": line.prompt,
         **line.columns,
@@ -131,7 +140,8 @@ def sample_row(
 
 
 def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
-    """Return runs of generated tokens [start, end) that one weights version sampled."""
+    """Return the runs of tokens [start, end) that one weights version sampled, in order. start and
+    end count generated tokens from 0."""
     num_prompt = len(request.prompt_tokens)
     return [
         {"version": version, "start": max(start - num_prompt, 0), "end": end - num_prompt}
@@ -141,7 +151,7 @@ def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
 
 
 def error_of(request: DynamicInferenceRequest) -> str:
-    """Return the message of the error that ended the request."""
+    """Return the message of the error that ended the request, on one line."""
     error = request.last_error
     return "the request failed" if error is None else " ".join(str(error).split())
 

@@ -1,6 +1,7 @@
 """rollout serve: serves a model over HTTP until SIGTERM or Ctrl-C.
 
-`main` calls `run`. The model is served by an AsyncLLM, whose engines are child processes.
+`rollout.cli.main` calls `run`. An AsyncLLM serves the model; its engines are child processes. `run`
+prints the URL and sets up logging.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from rollout.serve.server import require_free_address
 from rollout.text import tokenizer_of
 
 _OF_SERVER = fields_of(ServeConfig)
-# With the former name of `protocols`, which ServeConfig still takes.
+# With `doors`, the former name of `protocols`.
 SERVE_KINDS: Kinds = {**_OF_SERVER, "doors": _OF_SERVER["protocols"]}
 _HINTS = {**CONFIG_HINTS, "model_name": "served_model_name"}
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0 once all requests are answered, or aborted after
-    `drain_timeout_s`."""
+    """Serve until SIGTERM or Ctrl-C, then finish the running requests and return 0. Requests that
+    still run after `drain_timeout_s` are aborted. words: the command's arguments. Raises UsageError
+    for wrong arguments."""
     parser = Parser(
         "serve",
         "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",
@@ -67,7 +69,7 @@ async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: boo
 
 
 def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end in uvloop if it is installed, else in asyncio's loop."""
+    """Run a coroutine to its end in a new event loop: uvloop's if installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:

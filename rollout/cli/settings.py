@@ -1,7 +1,8 @@
 """Settings on the command line: words of the form key=value, read as the types of their fields.
 
-Used by every command. The names and types come from the config classes, so that a command has no
-list of its own.
+Used by every module of rollout.cli that reads a command line or raises UsageError. Most names and
+types come from config classes, so that each field is a setting. Reads API keys from the
+environment.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ Kinds = Mapping[str, Any]
 
 
 class UsageError(Exception):
-    """A command line that the command does not accept."""
+    """A command line or input that the command refuses; `main` reports it with exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises UsageError, with `--json` and settings as arguments."""
+    """An ArgumentParser with `--json` and key=value settings. Raises UsageError, does not exit."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -53,8 +54,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed words. Raises UsageError; for an unknown option the error shows how
-        settings are written."""
+        """Return the parsed words: the options, and `settings` as a list of words. Raises
+        UsageError. For an unknown option, its message shows how settings are written."""
         given, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
@@ -66,14 +67,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
-    """Return the fields of a dataclass with their types."""
+    """Return the fields of a dataclass with their types, except those in `without`."""
     return {name: each for name, each in field_types(kind).items() if name not in without}
 
 
 def help_of(kind: type) -> str:
-    """Return a line for each field of a dataclass: its default, and the first sentence about it in
-    the docstring.
-    """
+    """Return help text with an entry for each field of a dataclass. An entry has the field's
+    default, and the first sentence about it in the class's docstring."""
     described = {
         name: text
         for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(kind) or "")
@@ -97,7 +97,7 @@ def help_of(kind: type) -> str:
 
 
 def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> Kinds:
-    """Return the keyword-only parameters of a function with their types."""
+    """Return a function's keyword-only parameters with their types, except those in `without`."""
     hints = typing.get_type_hints(function)
     return {
         name: hints[name]
@@ -109,11 +109,11 @@ def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) ->
 def read_settings(
     words: Sequence[str], *groups: Kinds, hints: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the values given for each group of names.
+    """Return one dict of values by name for each group. A name in two groups goes to both.
 
-    hints: our names of settings, by their names in other systems. API keys that are not given are
-    read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY. Raises UsageError for a word without "=", for
-    an unknown name, with the nearest name, for a name given twice, and for a value of another type.
+    hints: our names of settings, by their names in other systems, for error messages. API keys that
+    are not given are read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY. Raises UsageError for a word
+    without "=", an unknown name, a name given twice, and a value of the wrong type.
     """
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
@@ -135,14 +135,16 @@ def read_settings(
 
 
 def require(values: Mapping[str, Any], name: str, example: str) -> Any:
-    """Return the value of a setting that has no default. Raises UsageError without it."""
+    """Return the value of a setting that has no default. Raises UsageError if it is not given."""
     if name not in values:
         raise UsageError(f"{name} is missing; give {name}={example}")
     return values[name]
 
 
 def value_of(name: str, text: str, kind: Any) -> Any:
-    """Return `text` as a value of type `kind`. Raises UsageError."""
+    """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
+    dicts are written as JSON; tuples of strings also with commas. Text for an enum or a path stays
+    a string, which the config class converts."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None

@@ -1,6 +1,7 @@
 """rollout top: shows engines, queues, KV blocks and throughput of a fleet, live in a terminal.
 
-`main` calls `run`. It reads counters of a coordinator or a server and changes nothing.
+`rollout.cli.main` calls `run`. It reads counters of a coordinator or a server and prints them; it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _BAR_WIDTH = 20
 
 
 def run(words: Sequence[str]) -> int:
-    """Show snapshots until Ctrl-C, or `count` of them. Returns 0."""
+    """Show snapshots until Ctrl-C, or as many as the setting `count` says. Returns 0. words: the
+    command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
     )
@@ -68,7 +70,8 @@ def _is_target(word: str) -> bool:
 async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield a snapshot of the engines' counters each `interval_s`. Raises CoordinatorLostError."""
+    """Yield a snapshot of the fleet every `interval_s` seconds, without end. curve: this client's
+    keys; None without encryption. Raises CoordinatorLostError if the coordinator disconnects."""
     view = FleetView()
     async with InferenceClient(address, name="top", curve=curve) as client:
         while True:
@@ -77,7 +80,8 @@ async def of_coordinator(
 
 
 async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield the snapshots that a server sends to its page, one per second. Raises RolloutError."""
+    """Yield the snapshots that a server sends to its page, until it closes the stream. Raises
+    RolloutError if the server refuses, aiohttp's errors if the connection fails."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with (
         aiohttp.ClientSession(
@@ -113,7 +117,7 @@ async def _show(
 
 
 def view_of(snapshot: FleetSnapshot) -> RenderableType:
-    """Return the headline and one row for each engine."""
+    """Return what the terminal shows: a headline, and a table with one row for each engine."""
     rate = snapshot.total("generated_tokens_per_s")
     headline = Text.assemble(
         (snapshot.state, "bold green" if snapshot.state == "RUNNING" else "bold yellow"),

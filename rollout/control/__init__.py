@@ -1,1 +1,1 @@
-"""The control plane: the states of an engine, the commands that change them, and their reports."""
+"""The control plane: an engine's states, the commands that change them, and the results' types."""

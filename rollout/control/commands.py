@@ -1,14 +1,14 @@
-"""The commands of an engine: pause, suspend, update the version, report counters, stop.
+"""The commands of an engine: pause, suspend, resume, set the version, report counters, stop.
 
 A command is one struct: its fields are the arguments and travel in messages, `transition` says in
 which states it is legal, and `run` calls the method of the engine that does the work. Nothing here
 holds state.
 
-Everything that takes commands has one generic method, `do(command)`: an engine (`Engine`), the
-runtimes of an LLM (`InProcessRuntime`, `FleetRuntime`), `LLM`, `AsyncLLM`, `ThreadedLLM` and
-`InferenceClient`. The last four inherit their methods `pause()`, `suspend(...)` and so on from
-`ControlCalls`, `AsyncControlCalls` or `ClientControlCalls`, where each is one line over `do`. The
-coordinator and its agents receive commands as messages.
+Used by `rollout.engine.engine`, `rollout.apis`, `rollout.testing`, `rollout.serve.llm`,
+`rollout.cli.top` and `rollout.coordinator`, whose core and agents receive commands as messages.
+Engines, runtimes, LLMs and clients take commands by one generic method, `do(command)`. LLMs and
+clients inherit methods such as `suspend(...)` from `ControlCalls`, `AsyncControlCalls` or
+`ClientControlCalls`.
 
 To add an argument to a command, add a field to its struct, pass it on in `run`, and add it to the
 methods below. A new command is a new struct in COMMANDS, with a tag that no other message has, and
@@ -77,10 +77,10 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
     """The results of one command on the engines of a fleet.
 
     state: the name of the fleet's state after the command. weights_checksum: checksum of the
-    weights that all engines serve, "" if it is not known. by_rank: each engine's result; empty if
-    no engine was asked. lost_ranks: engines that disconnected meanwhile. num_queued: requests that
-    wait for an engine. refused: connections and peers that the coordinator refused, by reason; only
-    for Stats.
+    weights that all engines serve, "" if it is not known. by_rank: each engine's result by its
+    rank; empty if no engine was asked. lost_ranks: ranks of engines that disconnected meanwhile.
+    num_queued: requests that wait for an engine. refused: how many connections and peers the
+    coordinator refused, by reason; only for Stats.
     """
 
     state: str
@@ -95,9 +95,9 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
     """A command as a message from a client to the coordinator.
 
-    command_id: the sender's number of the command. A message with a known number repeats that
-    command, and gets the same answer. deadline_s: seconds until the answer is due; None takes the
-    coordinator's `command_deadline_s`. An engine in this process ignores both.
+    command_id: the sender's number of the command. A message with the number of an earlier command
+    runs nothing again, and gets the same answer. deadline_s: seconds until the answer is due; None
+    takes the coordinator's `command_deadline_s`. An engine in this process ignores both.
     """
 
     transition: ClassVar[Transition]
@@ -110,11 +110,12 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
         return self.transition.name
 
     def merged(self, results: FleetResults[R]) -> R:
-        """Merge the results of all engines into one."""
+        """Return the results of all engines merged into one."""
         raise NotImplementedError
 
     def read(self, answer: Mapping[str, Any]) -> FleetResults[R]:
-        """Return a coordinator's answer as results of this command's type. Raises ProtocolError."""
+        """Return a coordinator's answer as results of this command's type. Raises ProtocolError if
+        it is malformed."""
         try:
             results: FleetResults[R] = msgspec.convert(
                 answer, _results_type(type(self)), str_keys=True
@@ -138,7 +139,7 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
 
 @cache
 def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
-    """Return FleetResults[R] for a subclass of ControlMessage[R]."""
+    """Return the type FleetResults[R] for a subclass of ControlMessage[R]."""
     base: Any = command_type.__orig_bases__[0]  # type: ignore[attr-defined]
     fleet_results: Any = FleetResults
     return fleet_results[get_args(base)]
@@ -147,16 +148,17 @@ def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
 class Command(ControlMessage[R], Generic[R], frozen=True, kw_only=True):
     """A command that an engine runs between two steps. The coordinator sends it on to its engines.
 
-    uses_weights: the command moves or reads the weights, or changes their version, so it waits
-    while an engine in this process stages an update. ends_staging: the command moves the memory of
-    the weights, so an engine of a fleet cancels the update that it is staging.
+    uses_weights: whether the command waits while an engine in this process stages an update. It
+    does if it moves or reads the weights, changes their version, or stops the engine. ends_staging:
+    whether an engine of a fleet cancels the update that it stages, because the command moves the
+    weights' memory or stops the engine.
     """
 
     uses_weights: ClassVar[bool] = False
     ends_staging: ClassVar[bool] = False
 
     def run(self, engine: ControlledEngine) -> R:
-        """Call the engine's method. Raises what that method raises."""
+        """Call the method of `engine` that does the work. Raises what that method raises."""
         raise NotImplementedError
 
 
@@ -168,7 +170,7 @@ class CommandWithoutResult(Command[None], frozen=True, kw_only=True):
 
 
 class Pause(CommandWithoutResult, frozen=True, kw_only=True, tag=40):
-    """Pause at the next step edge."""
+    """Pause at the next step edge, that is, between two steps."""
 
     transition = state.PAUSE
 
@@ -188,8 +190,8 @@ class Unpause(CommandWithoutResult, frozen=True, kw_only=True, tag=41):
 class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
     """Release memory; unfinished requests stay.
 
-    mode: a KVCacheManagementMode; None takes the engine's own. release: the resources to release,
-    "kv_cache", "weights" or both. discard_weights: keep no copy of the weights.
+    mode: a KVCacheManagementMode; None takes the one of the engine's config. release: the resources
+    to release, "kv_cache", "weights" or both. discard_weights: keep no copy of the weights.
     """
 
     transition = state.SUSPEND
@@ -261,7 +263,7 @@ class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
 
 
 class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
-    """Return counters and state, and change nothing."""
+    """Read counters and state. Changes nothing."""
 
     transition = state.STATS
 
@@ -274,7 +276,7 @@ class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
 
 
 class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=85):
-    """Return the checksums of one page of weights, from weight number `start` on."""
+    """Read the checksums of a page of weights, which begins at the weight number `start`."""
 
     transition = state.WEIGHT_CHECKSUMS
     uses_weights = True
@@ -284,7 +286,8 @@ class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=8
         return engine.weight_checksums(self.start)
 
     def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
-        """Return the engines' common checksums. Raises EngineStateError if they differ."""
+        """Return the engines' common checksums. Raises EngineStateError if they differ or there is
+        no engine."""
         if not results.by_rank:
             raise EngineStateError("no engine is connected to compute checksums")
         (first, page), *others = results.by_rank.items()
@@ -310,12 +313,12 @@ COMMANDS: tuple[type[Command[Any]], ...] = get_args(AnyCommand)
 
 
 def engine_state_of(fleet_state: str) -> EngineState:
-    """Return the state of each engine when the fleet's state has the name `fleet_state`."""
+    """Return the state of each engine in a fleet whose state has the name `fleet_state`."""
     return EngineState.STOPPED if fleet_state == "STOPPING" else EngineState[fleet_state]
 
 
 def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
-    """Convert the results of Stats to FleetStats."""
+    """Return the results of Stats as FleetStats."""
     return FleetStats(
         state=results.state,
         together=Stats().merged(results),
@@ -325,11 +328,11 @@ def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
     )
 
 
-# ---- the methods of everything that takes commands
+# ---- methods for the users of an engine or fleet, one for each command
 
 
 class ControlCalls(Protocol):
-    """Commands as methods that return when the command is done. `LLM` inherits them."""
+    """Commands as methods that return when the command has run. `LLM` inherits them."""
 
     def do(self, command: Command[R]) -> R:
         """Run a command, on all engines if there are several. Raises EngineStateError if the
@@ -477,11 +480,11 @@ class ClientControlCalls(Protocol):
     def engine_stats(
         self, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[EngineStats]]:
-        """Ask each engine for its counters. Legal in any state; changes nothing."""
+        """Return a future with each engine's counters. Legal in any state; changes nothing."""
         return self.ask(Stats(), deadline_s=deadline_s)
 
     def weight_checksums(
         self, start: int = 0, *, deadline_s: float = UPDATE_DEADLINE_S
     ) -> asyncio.Future[FleetResults[WeightChecksums]]:
-        """Ask each engine for the checksums of its weights, from the weight at `start` on."""
+        """Return a future with each engine's page of checksums, from weight number `start` on."""
         return self.ask(ChecksumWeights(start=start), deadline_s=deadline_s)

@@ -1,7 +1,8 @@
-"""What suspend, resume, weight updates and stats() return. Times are in seconds.
+"""The types that suspend, resume, weight updates and stats() return. Times are in seconds.
 
-An engine makes the reports (rollout/engine); commands merge those of a fleet's engines into one
-(rollout/control/commands.py). They are frozen.
+Reports are frozen. `rollout.engine` and the coordinator make them; `rollout.control.commands`
+merges the reports of a fleet's engines. Read by `rollout.apis`, `rollout.serve` (metrics, health,
+the page), `trainer_hooks` (phase, time account, charts, dashboard, weight sync) and users.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts, sum_of_rank
 STALENESS = ("policy_staleness", "kv_staleness")
 LATENCIES = ("first_token_latency", "token_latency", "request_latency")
 HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
-# The stats of a fleet have the smallest of the engines' values of these fields, and sums of others.
+# A fleet's stats have the smallest value of its engines in these fields, and sums in all others.
 LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
 _Report = TypeVar("_Report", "SuspendReport", "ResumeReport")
 NUM_AGES = 9  # buckets of a histogram of staleness: 0 to 7 versions, and older
@@ -26,12 +27,14 @@ NUM_AGES = 9  # buckets of a histogram of staleness: 0 to 7 versions, and older
 class SuspendReport:
     """Report of a suspend.
 
-    mode: the KV mode that was used. bytes_released: reserved memory that this call released.
-    resident_bytes_released: the part of it that was resident; on a host, blocks that were never
-    written to are not. bytes_kept: memory still reserved. bytes_on_host: the copies that wait for
-    resume. *_by_owner: the same bytes by resource, "kv_cache" and "weights". kept_beside: bytes of
-    neither resource that stay: captured "graphs", their "inputs", "tables" and buffers of the
-    model, the "rows" of requests. num_requests_requeued: requests whose KV this call dropped.
+    mode: the KV mode under which the KV cache is released. bytes_released: reserved memory that
+    this call released. resident_bytes_released: the part of it that was resident; on a host, blocks
+    that were never written to are not. bytes_kept: memory of KV cache and weights that stays
+    reserved. bytes_on_host: host copies that resume restores. released_by_owner, kept_by_owner:
+    bytes_released and bytes_kept by resource, "kv_cache" and "weights". kept_beside: bytes
+    outside both resources that stay, by name: captured "graphs", their "inputs", "tables" and
+    buffers of the model, the "rows" of requests. num_requests_requeued: requests whose KV this call
+    dropped.
     """
 
     mode: str
@@ -50,9 +53,10 @@ class SuspendReport:
 class ResumeReport:
     """Report of a resume.
 
-    bytes_restored: device memory that was copied back or made usable again. graphs_recaptured:
-    number of captured steps that were dropped; later steps capture them again.
-    num_requests_recomputed: requests that later steps prefill again.
+    mode: the KV mode of the suspend. bytes_restored: device memory that was copied back or made
+    usable again. restored_by_owner: these bytes by resource. graphs_recaptured: number of captured
+    steps that were dropped; later steps capture them again. num_requests_recomputed: requests that
+    later steps prefill again.
     """
 
     mode: str
@@ -68,12 +72,12 @@ class MemoryStatus:
     """Memory of an engine at one moment. The resources are "kv_cache" and "weights".
 
     resident_bytes: reserved memory by resource, written to or not. bytes_on_host: host copies by
-    resource. kv_mode: the mode under which the KV was last released. released: resources whose
-    memory was released. to_restore: resources that resume restores, including those of a suspend
-    that failed midway. has_weights: False while the weights are discarded or mixed, until a full
-    update is committed. lora_base_bytes: host copy of the adapted weights without their adapter;
-    suspends keep it. routing_bytes: host memory of the recorded experts of all KV entries; suspends
-    keep it, too.
+    resource. kv_mode: the KV mode of the last suspend, or the config's before any. released:
+    resources whose memory is released. to_restore: resources that resume restores, also after a
+    suspend that failed midway. has_weights: False while the weights are discarded or mixed,
+    until a full update is committed. lora_base_bytes: host copy of the adapted weights without
+    their adapter; suspends keep it. routing_bytes: host memory of the recorded experts of all KV
+    entries; suspends keep it, too.
     """
 
     resident_bytes: Mapping[str, int]
@@ -88,9 +92,10 @@ class MemoryStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChecksums:
-    """Checksums of a page of the weights, 16 hex digits each, by Hugging Face name in sorted order.
+    """Checksums of one page of the weights.
 
-    version: the weights' version. num_weights: the number of weights in all pages.
+    checksums: 16 hex digits by Hugging Face name, in the order of names. num_weights: the number of
+    weights in all pages. version: the weights' version.
     """
 
     checksums: Mapping[str, str]
@@ -100,7 +105,7 @@ class WeightChecksums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdateReport:
-    """Report of a committed update.
+    """Report of a committed update of weights.
 
     version: the version served from now on. seconds: the time of staging and commit together.
     stall_seconds: the time from the end of the last step under the old version to the moment when
@@ -118,14 +123,14 @@ class WeightUpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerCounts):
-    """State of an engine, requests by phase and blocks as of now, and totals since its start.
+    """State of an engine: requests by phase and blocks now, and totals since the engine's start.
 
     num_prompt_tokens: prompt tokens of the requests that have ended. policy_staleness,
     kv_staleness: how many generated tokens of these requests were 0, 1, ... versions old when the
-    request ended, by the version that sampled them and by the version that wrote their KV; the last
-    number counts all older ones. finish_reasons, *_latency, num_generated_tokens,
-    num_begun_prompt_tokens: as in RequestTotals. *_seconds beside a *_latency: the sum of these
-    latencies. ranks: resources of each process of the engine.
+    request ended. The age is counted from the version that sampled the token, or that wrote its KV;
+    the last number counts all older tokens. finish_reasons, *_latency, num_generated_tokens,
+    num_begun_prompt_tokens: as in `rollout.engine.counters.RequestTotals`. first_token_seconds,
+    token_seconds, request_seconds: sum of the latencies. ranks: resources of each rank's process.
     """
 
     state: EngineState
@@ -170,9 +175,10 @@ class EngineStats(SchedulerCounts):
     ranks: tuple[RankUse, ...] = field(compare=False)  # CPU time differs from call to call
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
-        """Return the numbers under flat names, as a MetricsWriter takes them.
+        """Return the fields that are numbers, by name after `prefix`, for a MetricsWriter.
 
-        Numbers of `ranks` are summed; with several ranks, each rank's own numbers are added.
+        Numbers of `ranks` are summed. With several ranks, each rank's own numbers follow under
+        names such as "rank_0.1/kv_bytes".
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: sum_of_ranks(self.ranks, name) for name in RANK_FIELDS}
@@ -186,9 +192,9 @@ class EngineStats(SchedulerCounts):
 class FleetStats:
     """Counters of a fleet at one moment.
 
-    state: the fleet's state by name. together: the counters of all engines as one. engines: the
-    counters of each engine by its rank. num_queued: requests that wait for an engine. refused:
-    connections and peers that the coordinator has refused, by reason.
+    state: the name of the fleet's state. together: the counters of all engines as one. engines: the
+    counters of each engine by its rank. num_queued: requests that wait for an engine. refused: how
+    many connections and peers the coordinator has refused, by reason.
     """
 
     state: str
@@ -202,10 +208,8 @@ class FleetStats:
 
 
 def sum_of_reports(nothing: _Report, reports: Iterable[_Report]) -> _Report:
-    """Return one report with the sums of bytes and requests, and the longest time.
-
-    The engines of a fleet work in parallel. `nothing`: the report of a fleet without engines.
-    """
+    """Return one report with the sums of bytes and requests, and the longest time, because engines
+    of a fleet work in parallel. Returns `nothing` if there are no reports."""
     first, *others = list(reports) or [nothing]
     totals = {f.name: getattr(first, f.name) for f in fields(first)}
     for report in others:
@@ -225,7 +229,11 @@ def _added(name: str, total: Any, value: Any) -> Any:
 def stats_of_fleet(
     engines: Mapping[int, EngineStats], state: EngineState, weights_version: int
 ) -> EngineStats:
-    """Return sums over the engines of a fleet, by rank, with the fleet's own state and version."""
+    """Return one EngineStats for a fleet. `engines`: the counters of each engine by its rank.
+
+    They are added, or the smallest is taken of the fields in LEAST_OF_FLEET. `state` and
+    `weights_version` are the fleet's own.
+    """
     numbered = stats_by_engine(engines).values()
     values: dict[str, Any] = {
         "state": state,
@@ -242,7 +250,7 @@ def stats_of_fleet(
 
 
 def stats_by_engine(engines: Mapping[int, EngineStats]) -> dict[int, EngineStats]:
-    """Return the engines' counters in the order of ranks, with each RankUse naming its engine."""
+    """Return the engines' counters in the order of ranks. Each RankUse gets its engine's number."""
     return {
         rank: replace(stats, ranks=tuple(replace(use, engine=rank) for use in stats.ranks))
         for rank, stats in sorted(engines.items())

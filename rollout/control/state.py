@@ -1,6 +1,8 @@
 """The states of an engine and of a fleet, and the states in which each command is legal.
 
-`Engine` and the coordinator's `Fleet` each own a StateMachine, the only writer of their state.
+A StateMachine keeps one state. `Engine`, the coordinator's `Fleet` and the fakes of
+`rollout.testing` own one each, and change their state through it alone. `rollout.control.commands`
+names the transitions; the APIs, the server and trainers read `EngineState`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """State of an engine: one of four between commands, one of five while a command runs."""
+    """State of an engine. All but the first four are visible only while a command runs."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -35,9 +37,9 @@ class EngineState(Enum):
 class Transition:
     """The states in which a command is legal, and the states that it leads to.
 
-    name: the command's name in error messages. sources: the states in which it does its work.
-    transient: the state while it runs. target: the state afterwards, in which the command is also
-    legal, and does nothing; None if the command does not change the state.
+    name: the command's name in error messages. sources: the states from which it changes the state,
+    or in which it is legal if it changes none. transient: the state while it runs. target: the
+    state afterwards, in which the command is also legal; None if it does not change the state.
     """
 
     name: str
@@ -82,7 +84,7 @@ class StateMachine:
     def __init__(
         self, state: EngineState = EngineState.RUNNING, subject: str = "the engine"
     ) -> None:
-        """`subject`: the owner of the state in error messages."""
+        """Start in `state`. `subject`: name of the state's owner in error messages."""
         self.state = state
         self._subject = subject
 
@@ -112,16 +114,16 @@ class StateMachine:
             self.require(*UPDATE_WEIGHTS.sources, to="update weights")
 
     def enter(self, transition: Transition) -> None:
-        """Change to the target state of a command that has done its work."""
+        """Change to the target state, if there is one, of a command that has done its work."""
         if transition.target is not None:
             self.state = transition.target
 
     @contextmanager
     def command(self, transition: Transition) -> Iterator[bool]:
-        """Guard the work of a command: `with machine.command(SUSPEND) as must_run`.
+        """Change the state around the work of a command: `with machine.command(...) as must_run`.
 
-        Yields False if the state is the command's target already. Raises EngineStateError if the
-        command is illegal. If the block raises, the former state is restored.
+        Yields False, and changes nothing, if the state is the command's target already. Raises
+        EngineStateError if the command is illegal. If the block raises, restores the former state.
         """
         before = self.state
         if before is transition.target:

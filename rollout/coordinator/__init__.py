@@ -1,1 +1,1 @@
-"""The fleet: a wire protocol, and its three sides: clients, the coordinator, engines (agents)."""
+"""The fleet: its messages, its clients, its coordinator, and the agents of its engines."""

@@ -1,6 +1,6 @@
-"""python -m rollout.coordinator: a coordinator as the child of an AsyncLLM.
+"""`python -m rollout.coordinator --child`: a coordinator as the child process of an AsyncLLM.
 
-From a shell: rollout coordinator
+Started by `rollout.apis.fleet_processes`. From a shell, run `rollout coordinator` instead.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def _serve_parent(pipe: Connection, arguments: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     if CHILD_FLAG not in sys.argv:
-        sys.exit("an AsyncLLM starts its coordinator so; from a shell: rollout coordinator")
+        sys.exit("only an AsyncLLM starts this module; from a shell, run: rollout coordinator")
     run_child(_serve_parent)

@@ -1,6 +1,8 @@
-"""DataParallelInferenceCoordinator: CoordinatorCore with a socket and a clock, as a process.
+"""DataParallelInferenceCoordinator: the process between clients and engines. It gives
+CoordinatorCore a socket and a clock.
 
-Used by AsyncLLM, which starts it as a child, and by `rollout coordinator`.
+Used by `rollout.coordinator.__main__`, as the child of an AsyncLLM, by the command `rollout
+coordinator`, and by users. It owns the ROUTER socket and writes the schedule file, if any.
 """
 
 from __future__ import annotations
@@ -37,31 +39,32 @@ logger = logging.getLogger(__name__)
 
 PolicySource = str | PrefixCachingCoordinatorPolicy | Callable[..., RoutingPolicy]
 
-# Frames handled before timers and a requested end are looked at.
+# Frames handled before the loop checks its timers and whether to stop.
 _BATCH = 256
 # Messages that are sent together after about a millisecond: the socket's thread and the receivers
 # then wake once for all of them.
 _SENT_TOGETHER = 32
-# If a turn takes this much longer than planned, the process was stopped or the machine asleep.
+# If a pass of the loop takes this much longer than planned, the process was stopped or the machine
+# asleep.
 _STANDSTILL_S = 0.5
 # How often a coordinator process checks whether its parent has ended, where no descriptor shows it.
 _PARENT_CHECK_S = 1.0
 
 
 class Event(Protocol):
-    """A multiprocessing.Event or a threading.Event."""
+    """The part of multiprocessing.Event and threading.Event that `entrypoint` needs."""
 
     def set(self) -> None: ...
 
 
 class DataParallelInferenceCoordinator:
-    """Serves clients and engines from `start` to `stop`, a SHUTDOWN, or the end of its parent.
+    """Serves clients and engines from `start` to `stop`, a Shutdown, or the end of its parent.
 
     block_size_tokens: the size of the blocks by which prompts are routed if
     `enable_prefix_caching`. host: a name or an address; 0.0.0.0 for all interfaces; None for a
     socket in a directory that only this user can enter. advertise_host: the host that peers connect
-    to instead. curve: the coordinator's keys; without keys a host that other machines can reach is
-    refused, unless `insecure`.
+    to if it is not `host`. curve: the coordinator's keys; without keys a host that other machines
+    can reach is refused, unless `insecure`. max_frame_bytes: the longest frame to send or accept.
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class DataParallelInferenceCoordinator:
         data_parallel_size: how many engines are expected; in `deterministic_mode` none gets work
         before all have registered, and ranks follow the order of their ids. tokenizer: not used,
         since clients tokenize. schedule_output_path: where ScheduleRecorder writes the routing
-        decisions. policy_options: keyword arguments of the policy. Raises ConfigError.
+        decisions. policy_options: keyword arguments of the policy. Raises ConfigError for a wrong
+        argument, and for an address that cannot be bound or would be unsafe.
         """
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
@@ -135,7 +139,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def refusals(self) -> Refusals:
-        """Numbers of connections that were refused for their keys, by reason."""
+        """Number of connections that were refused for their keys, by reason."""
         return self._router.refusals
 
     @property
@@ -166,8 +170,8 @@ class DataParallelInferenceCoordinator:
         coordinator.start()
 
     def start(self) -> None:
-        """Serve until `stop` or a SHUTDOWN, then disconnect and release everything. A second call
-        does nothing."""
+        """Serve until `stop`, a Shutdown or the end of the parent; then disconnect all peers and
+        release everything. A second call does nothing. Raises what made the coordinator fail."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -193,9 +197,8 @@ class DataParallelInferenceCoordinator:
             self._end(self._stop_reason or "the coordinator was shut down")
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
-        """Let `start` end soon; release everything if it never ran. Any thread and any signal
-        handler may call it; a second call does nothing.
-        """
+        """Make `start` return soon, or release everything if it never ran. Any thread and any
+        signal handler may call it. A second call does nothing."""
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
             self._waker.wake()
@@ -217,7 +220,7 @@ class DataParallelInferenceCoordinator:
 
     def _now(self, planned_s: float = 0.0) -> float:
         """Return the monotonic time in seconds. Extends all leases if this process was stopped
-        since the last call. `planned_s`: seconds of intended waiting since then."""
+        since the last call. `planned_s`: seconds since then that it meant to wait."""
         now = time.monotonic()
         asleep_s, self._awake_at = now - self._awake_at, now
         if asleep_s - planned_s > _STANDSTILL_S:
@@ -229,7 +232,7 @@ class DataParallelInferenceCoordinator:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
     def _run_once(self) -> None:
-        """Handle the frames that have arrived and the timers that are due; send the results."""
+        """Handle the frames that have arrived and the timers that are due. Send the results."""
         self._router.flush()
         self._receive()
         self._send(self._core.tick(self._now()))
@@ -255,7 +258,7 @@ class DataParallelInferenceCoordinator:
     def _send(self, outgoing: Outgoing) -> None:
         """Send each peer its messages, small ones together. A message to several peers is encoded
         once. Messages that no frame can carry go back to the core at once, which may return others
-        instead. Messages whose peer cannot be reached are kept for the end of the turn."""
+        instead. Messages whose peer cannot be reached are kept for the end of `_run_once`."""
         while outgoing:
             encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
             by_peer: dict[bytes, list[Message]] = {}
@@ -280,7 +283,7 @@ class DataParallelInferenceCoordinator:
     ) -> list[tuple[Message, ProtocolError | None]]:
         """Send one peer its messages. Returns the messages that could not be sent, each with the
         fault if no frame can carry it, and with None if the peer cannot be reached. `encoded`: the
-        frames or faults so far, by id(message), to which new ones are added."""
+        frames or faults of messages by id(message); new ones are added."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:
@@ -318,7 +321,8 @@ class DataParallelInferenceCoordinator:
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:
-    """Return the block size to route by; None to ignore prefixes. Raises ConfigError."""
+    """Return the block size to route by, or None to ignore prefixes. Raises ConfigError if prefix
+    caching is enabled without a block size."""
     if not enable_prefix_caching:
         return None
     if block_size_tokens is None or block_size_tokens < 1:
@@ -332,7 +336,8 @@ def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: boo
 def _recorder(
     path: str | None, policy: PolicySource, data_parallel_size: int
 ) -> ScheduleRecorder | None:
-    """Return the recorder of routing decisions; None without a path. Raises ConfigError."""
+    """Return the recorder of routing decisions, or None without a path. Raises ConfigError if the
+    file cannot be written."""
     if path is None:
         return None
     name = getattr(policy, "value", policy)

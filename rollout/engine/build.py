@@ -1,6 +1,7 @@
 """DynamicInferenceEngine.from_model: makes the parts of an engine and connects them.
 
-Used by users who step an engine by hand, by LLM, and by engine processes.
+Used by people who step an engine by hand, `rollout.apis.llm`, `rollout.apis.in_process`,
+`rollout.apis.spmd` and `rollout.apis.engine_process`. `rollout.cli.explain` reads EngineBuild.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class DynamicInferenceEngine(Engine):
         """Return an engine in RUNNING. `model` is a Hugging Face directory, a transformers model or
         a rollout.models.CausalLM, which then belongs to the engine.
 
-        Raises ConfigError for a config this device or model cannot honour, ModelError for a model
-        that cannot be built.
+        Raises ConfigError for a config that this device or model does not support, or that names a
+        `pg_collection` of several ranks. Raises ModelError for a model that cannot be built.
         """
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
@@ -169,7 +170,8 @@ class DynamicInferenceEngine(Engine):
 def follower_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> SpmdFollower:
-    """Return a rank other than 0 of `pg_collection.tp`. Raises the errors of `join_as_follower`."""
+    """Return the follower for this rank of `pg_collection.tp`, which is not rank 0. Raises the
+    errors of `join_as_follower`."""
     _check_version(weights_version)
     return join_as_follower(model, config, weights_version)
 
@@ -177,7 +179,8 @@ def follower_of(
 def _executor_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, WorkerExecutor]:
-    """Load the model on `tensor_parallel_size` ranks. Returns it, its sizes and its executor."""
+    """Load the model on `tensor_parallel_size` ranks. Returns the model of rank 0, the engine's
+    sizes and the executor of all ranks."""
     if config.tensor_parallel_size > 1:
         return start_group(model, config, weights_version)
     loaded = load_model(model, config, weights_version)

@@ -1,6 +1,8 @@
 """EngineCounters: totals of an engine since its start, as EngineStats and as metrics.
 
-The step pipeline counts steps, OutputProcessor counts tokens and ends, the engine counts commands.
+StepPipeline counts steps, OutputProcessor counts tokens and ended requests, Engine counts suspends,
+resumes and weight updates. `rollout.engine.build` creates it; `rollout.serve.metrics` reads the
+constants. Everything is kept in memory.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(slots=True)
 class LatencyCounts:
-    """Number of latencies in each bucket of LATENCY_BOUNDS_S, the last one for longer latencies,
-    and their sum in seconds."""
+    """Number of latencies in each bucket of LATENCY_BOUNDS_S, and the sum of all in seconds. The
+    last bucket counts latencies above the largest bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     seconds: float = 0.0
@@ -48,9 +50,10 @@ class RequestTotals:
     """Totals of tokens, ends and latencies of requests. Only OutputProcessor writes them.
 
     num_begun_prompt_tokens: prompt tokens of the requests that got their first token here.
-    finish_reasons: number of ended requests by FINISH_REASONS. first_token, token, request: seconds
-    from a request's entry to its first token, between two tokens of a request, and from the entry
-    to the end of a request that was neither aborted nor failed.
+    finish_reasons: number of ended requests by FINISH_REASONS.
+    first_token: seconds from a request's entry to its first token.
+    token: seconds between two tokens of a request.
+    request: seconds from the entry to the end of a request that was neither aborted nor failed.
     """
 
     num_generated_tokens: int = 0
@@ -61,12 +64,12 @@ class RequestTotals:
     request: LatencyCounts = field(default_factory=LatencyCounts)
 
     def add_first_token(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Count the first token of a request."""
+        """Count the first token of a request, which came `seconds` after its entry."""
         self.num_begun_prompt_tokens += num_prompt_tokens
         self.first_token.add(seconds)
 
     def add_end(self, finish_reason: str, seconds: float) -> None:
-        """Count a request that has ended."""
+        """Count a request that ended `seconds` after its entry."""
         self.finish_reasons[finish_reason] += 1
         if finish_reason in ("stop", "length"):
             self.request.add(seconds)
@@ -119,10 +122,10 @@ class _OtherTotals:
 
 
 class StepTimes:
-    """Longest step of each size. Sizes between two powers of two count as one size.
+    """Time of the longest step of each size, for an upper bound of later steps.
 
-    A step of twice the tokens takes at most twice as long: work per token doubles, and work per
-    step, such as reading the weights, does not.
+    Step sizes are rounded down to powers of two. A step of twice the tokens takes at most twice as
+    long: work per token doubles, and work per step, such as reading the weights, does not.
     """
 
     def __init__(self) -> None:
@@ -135,7 +138,7 @@ class StepTimes:
             self._slowest_s[size] = seconds
 
     def longest_s(self, max_tokens: int) -> float:
-        """Return an upper bound for a step of `max_tokens`, in seconds; 0 if none was measured."""
+        """Return an upper bound, in seconds, for a step of `max_tokens`; 0 if none was measured."""
         bounds = (
             seconds * -(-max_tokens // size) for size, seconds in list(self._slowest_s.items())
         )
@@ -143,11 +146,11 @@ class StepTimes:
 
 
 class EngineCounters:
-    """Totals of an engine. `writer` gets the metrics of every report and of every `interval`-th
-    step.
+    """Totals of an engine, and the metrics that it writes.
 
-    An interval of 0 writes no metrics of steps. An exception of the writer is logged, and the
-    engine goes on. The step pipeline writes `steps` and `step_times`, OutputProcessor `requests`.
+    `writer` receives the numbers of every report, and the metrics of every `interval`-th step; none
+    of steps if `interval` is 0. An exception of the writer is logged, and the engine goes on.
+    StepPipeline changes `steps` and `step_times`, OutputProcessor changes `requests`.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
@@ -247,7 +250,8 @@ class EngineCounters:
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Count the entries of `spans` from `start` on by their age at `version`. O(runs)."""
+    """Count the positions of `spans` from `start` on by their age at `version`. The last of
+    `counts` has all greater ages. O(runs)."""
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)
@@ -257,7 +261,8 @@ def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) 
 def _numbers(
     report: SuspendReport | ResumeReport | WeightUpdateReport,
 ) -> Iterator[tuple[str, float]]:
-    """Yield the report's numbers by name; numbers by resource as `name/resource`."""
+    """Yield (name, number) of each field of the report. A number of one resource is named
+    `field/resource`; texts are left out."""
     for entry in fields(report):
         value = getattr(report, entry.name)
         if isinstance(value, Mapping):

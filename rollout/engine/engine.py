@@ -1,7 +1,8 @@
 """Engine: requests, steps, suspend and resume, weight updates.
 
-It is synchronous, without sockets and threads: LLM, ThreadedLLM and the agent of an engine process
-call it, from one thread at a time.
+It is synchronous, without sockets and threads. One thread at a time calls it: people who step it by
+hand, LLM and ThreadedLLM (through `rollout.apis.in_process`), and `rollout.coordinator.agent` in an
+engine process. `rollout.engine.build` makes it.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Engine(ControlledEngine):
 
     A request goes from `inputs` to the scheduler, and its record to `outputs`. `step` or
     `abort_request` returns the record of a finished, failed or aborted request once. Scheduler,
-    pipeline, executor and suspension are the Protocols of rollout.engine.protocols; commands call
-    the methods of ControlledEngine.
+    pipeline, executor and suspension are Protocols of rollout.engine.protocols. A Command of
+    rollout.control.commands calls the methods that ControlledEngine declares.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Engine(ControlledEngine):
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[int]:
-        """Queue several samples of one prompt, all or none. The prompt is prefilled once."""
+        """Queue several samples of one prompt, which is prefilled once. Returns their ids."""
         return self.add_groups([(prompt_tokens, list_of_sampling_params)], request_ids, priority)[0]
 
     def add_groups(
@@ -118,9 +119,10 @@ class Engine(ControlledEngine):
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, parameters of each sample), all or none.
+        """Queue groups of (prompt, parameters of each sample), all or none. Returns their ids.
 
-        `request_ids`: an id for each sample, group after group. Raises the errors of `add_request`.
+        `request_ids`: an id for each sample, group after group; None chooses them. Raises the
+        errors of `add_request`.
         """
         self._require_not_stopped()
         processed = self._inputs.process_groups(
@@ -171,10 +173,10 @@ class Engine(ControlledEngine):
         return request_id
 
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """End a request now, in any state. Returns its record with the tokens so far.
+        """End a request now, in any state of the engine. Returns its record with the tokens so far.
 
-        Its blocks are freed, on the device or on the host. Raises EngineStateError for a request
-        that is not in the engine.
+        A request that has ended already keeps its end. Its blocks are freed, on the device and on
+        the host. Raises EngineStateError for a request that is not in the engine.
         """
         has_ended = self._outputs.has_ended(request_id)
         with self._guard.change("abort_request"):
@@ -187,9 +189,9 @@ class Engine(ControlledEngine):
         return self._take_ended([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """Return a copy, as of now, of a record that was not returned yet.
+        """Return a copy of a request's record with the tokens so far. The request goes on.
 
-        Raises EngineStateError for any other id.
+        Raises EngineStateError for an unknown id, and after the record itself was returned.
         """
         has_ended = self._outputs.has_ended(request_id)
         if has_ended:
@@ -221,11 +223,12 @@ class Engine(ControlledEngine):
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return the possible causes of a failed step, or all running requests."""
+        """Return the ids of requests whose step failed and that no later step has cleared, else of
+        all running requests. The agent reports them when the engine fails."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _take_ended(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests and drop them here, unless an exception occurs."""
+        """Count and return records of ended requests, and drop them unless an exception occurs."""
         records = self._outputs.ended(request_ids)
         try:
             for record in records:
@@ -243,8 +246,9 @@ class Engine(ControlledEngine):
 
         If the pass fails, its requests go back to the queue with all their tokens and an
         ERROR_TRANSIENT event. A request that fails again, and then alone, is FAILED. Raises
-        EngineStateError outside RUNNING, and the error of a forward pass if a pass without
-        requests fails as well. The next step returns records that an error held back.
+        EngineStateError outside RUNNING or without weights, LockstepError if a rank has died, and
+        the error of a forward pass if a pass without requests fails as well. Records that could
+        not be returned because of an error are returned by the next step.
         """
         # Tested here, because two calls that nearly never raise would cost time in each step.
         if self._machine.state is not EngineState.RUNNING:
@@ -261,8 +265,11 @@ class Engine(ControlledEngine):
     # ---- control calls
 
     def do(self, command: Command[R]) -> R:
-        """Run a command at this step edge. Raises EngineStateError, with the legal commands, if it
-        is illegal now, and what the engine's method raises."""
+        """Run a command between two steps. Returns its result.
+
+        Raises EngineStateError, which lists the legal commands, if it is illegal now, and the
+        errors of the method that it calls.
+        """
         self._machine.require_legal(command.transition)
         return command.run(self)
 
@@ -272,15 +279,15 @@ class Engine(ControlledEngine):
         return self._machine.state
 
     def pause(self) -> None:
-        """Stop at this step edge. Unfinished requests stay.
+        """Commit the steps in flight and change to PAUSED. Unfinished requests stay.
 
-        The next step returns the records of requests that a step in flight finished.
+        The first step after `unpause` returns the records of requests that those steps finished.
         """
         with self._machine.command(PAUSE):
             self._pipeline.commit_all()
 
     def unpause(self) -> None:
-        """Let steps run again. Raises EngineStateError while the weights' values are missing."""
+        """Change to RUNNING. Raises EngineStateError while the weights' values are missing."""
         with self._machine.command(UNPAUSE) as must_run:
             if must_run:
                 self._weights.require_values("unpause")
@@ -296,9 +303,9 @@ class Engine(ControlledEngine):
         return self._executor.warm_up()
 
     def measure_step(self) -> None:
-        """Measure a step of one token without any request, for `longest_step_s`.
+        """Run and time a step of one token without any request, for `longest_step_s`.
 
-        Legal in RUNNING and PAUSED.
+        Legal in RUNNING and PAUSED. Raises EngineStateError while the weights' values are missing.
         """
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="measure a step")
         self._weights.require_values("measure a step")
@@ -315,8 +322,9 @@ class Engine(ControlledEngine):
 
         "kv_cache" is released under `mode` (None: the config's mode). "weights" are copied to the
         host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a resource that
-        is not released yet; a released one is reported with zero bytes. A failure changes neither
-        the state nor any request.
+        is not released yet; a released one is reported with zero bytes. Raises ConfigError for an
+        unknown resource or mode. After a failure the state is as before and no request has ended;
+        `resume`, `unpause` or a retry first restores what was released.
         """
         with (
             self._guard.change("suspend"),
@@ -331,10 +339,11 @@ class Engine(ControlledEngine):
         return report
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore memory and contents, and change to PAUSED. Does nothing in PAUSED.
+        """Restore memory and contents, and change to PAUSED.
 
         `only`: the one resource to restore, "weights" or "kv_cache"; the engine stays SUSPENDED
-        until both are restored.
+        until both are restored. In PAUSED it restores only what a failed suspend has released.
+        Raises ConfigError for an unknown resource.
         """
         with self._guard.change("resume"), self._guard.undoing():
             is_partial = not self._suspension.is_complete_with(only)
@@ -378,8 +387,7 @@ class Engine(ControlledEngine):
         return self._executor.weights_checksum()
 
     def weight_checksums(self, start: int = 0) -> WeightChecksums:
-        """Return the checksums of at most 2,048 weights, in the order of names, from number
-        `start`.
+        """Return the checksums of at most 2,048 weights, sorted by name, from index `start` on.
 
         Equal values of one dtype have equal checksums, on every device and however they are
         sharded. Raises EngineStateError while the weights are released or discarded.
@@ -408,7 +416,7 @@ class Engine(ControlledEngine):
     ) -> WeightUpdateReport:
         """Replace all weights in place, or none: `stage_weights`, then `commit_weights`.
 
-        Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`.
+        Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`. Raises the errors of both.
         """
         self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
@@ -435,10 +443,11 @@ class Engine(ControlledEngine):
     def commit_weights(
         self, staged: StagedUpdate, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Copy a staged update in place, at this step edge, and serve it as `version`.
+        """Commit the steps in flight, copy a staged update in place, and serve it as `version`.
 
-        `version` None means the current one + 1. Raises WeightUpdateError if `version` is not above
-        the current one or copying fails; then the old weights and the old version are served.
+        `version` None means the current one + 1. Raises EngineStateError if an update is illegal
+        now. Raises WeightUpdateError if `version` is not above the current one or copying fails;
+        then the old weights and the old version are served.
         """
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
@@ -477,6 +486,7 @@ class Engine(ControlledEngine):
         next_version(self.weights_version, version)
 
     def _after_new_version(self) -> None:
+        """Hide cached prefixes that are too old, and queue requests with too old KV again."""
         self._scheduler.kv_cache_manager.begin_weights_version()
         if self._max_kv_staleness_versions is None:
             return
@@ -491,10 +501,10 @@ class Engine(ControlledEngine):
     def check_integrity(self, *, may_be_in_flight: bool = False) -> None:
         """Verify the invariants that hold between two calls. Changes nothing. O(requests + blocks).
 
-        Every block has as many users as tables name it, and is free, cached or in use. Every
-        request waits or has a row of its own. Its blocks cover its computed tokens. Versions cover
-        its KV and its generated tokens. Unless `may_be_in_flight`, no step is in flight. No memory
-        is released while steps may run.
+        The user count of every block is the number of block tables that name it, and every block is
+        free, cached or in use. Every request waits or has a row of its own. Its blocks cover its
+        computed tokens. Every position of its KV and every generated token has a version. Unless
+        `may_be_in_flight`, no step is in flight. No memory is released while steps may run.
         Raises IntegrityError, which lists all violations.
         """
         found = [*self._scheduler.violations(), *self._outputs.violations()]
@@ -531,18 +541,17 @@ class Engine(ControlledEngine):
 
     @property
     def longest_step_s(self) -> float:
-        """Upper bound for a step of `max_tokens`, in seconds, from measured steps; 0 if there are
-        none.
+        """Upper bound for a step of `max_tokens`, in seconds; 0 before a step was measured.
 
         Any thread may read it.
         """
         return self._counters.step_times.longest_s(self._scheduler.max_tokens)
 
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
-        """Return requests by phase and blocks as of now, and counters since the start.
+        """Return the current numbers of requests and blocks, and counters since the start.
 
-        Only the thread that steps may call it. With `of_ranks` False, which leaves out `ranks`, any
-        thread may.
+        Only the thread that steps may call it. With `of_ranks` False any thread may, and `ranks` of
+        the result is empty.
         """
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
@@ -554,11 +563,11 @@ class Engine(ControlledEngine):
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Return the address of every KV tensor, by name; empty while they are released."""
+        """Return the address of each KV tensor by name; {} while released or in other processes."""
         return self._executor.kv_data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
-        """Return the address of every weight by its Hugging Face name; tied weights share one."""
+        """Return the address of each weight by its Hugging Face name; {} if in other processes."""
         return self._weights.data_ptrs()
 
     def memory_status(self) -> MemoryStatus:

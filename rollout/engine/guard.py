@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from rollout.deferred_signals import deferred_signals
 from rollout.errors import EngineStateError
 
-_EXIT_S = 30.0  # the exit of the process waits so long for a call to end
+_EXIT_S = 30.0  # at most so long the exit of the process waits for another thread's call
 
 
 class CallGuard:
@@ -34,7 +34,7 @@ class CallGuard:
         self._is_free = threading.Condition(self._mutex)
         self._owner: threading.Thread | None = None
         self._call, self._depth = "", 0  # the owner's call
-        # The call that was stopped halfway, and the cause. Set while a call runs.
+        # The call that was stopped halfway, and the cause. Set while a call runs, in case it is.
         self._stopped: tuple[str, str] | None = None
         self._harmless: BaseException | None = None
         self._ends_process: threading.Thread | None = None
@@ -106,7 +106,10 @@ class CallGuard:
             self._is_free.notify_all()
 
     def block_at_exit(self) -> None:
-        """Wait for another thread's call to end, and block further calls of other threads."""
+        """Block further calls of other threads, and wait at most 30 s for a running one to end.
+
+        The interpreter calls it at exit.
+        """
         me = threading.current_thread()
         with self._mutex:
             self._ends_process = me

@@ -1,6 +1,7 @@
 """InputProcessor: validates submitted requests and fills in defaults. It queues nothing.
 
-Used by Engine.add_groups and Engine.add_record.
+Engine.add_groups and Engine.add_record call it; `rollout.engine.build` makes it. It keeps the next
+free request id and the number of requests so far.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ProcessedRequest:
     admission: whether the request can run here, and its longest length.
     sampling_params, seed: the original ones, also if another engine began the request.
     stop_rule: the conditions that end it.
+    wants_prompt_logprobs: whether this engine must score its prompt.
     """
 
     record: DynamicInferenceRequestRecord
@@ -149,9 +151,9 @@ class InputProcessor:
     def process_record(
         self, record: DynamicInferenceRequestRecord, in_use: Container[int]
     ) -> ProcessedRequest:
-        """Return a request that another engine began, to go on from the tokens it has.
+        """Return a request that another engine began, which continues after its last token here.
 
-        Its segments get the stop words as this engine's tokenizer encodes them. Raises
+        The segments of `record` get the stop words as this engine's tokenizer encodes them. Raises
         InvalidRequestError, before anything is changed, for a record that has ended, was never in
         an engine or does not fit, and for an id that is `in_use`.
         """
@@ -235,7 +237,8 @@ class InputProcessor:
     def _checked_ids(
         self, count: int, request_ids: Sequence[int] | None, in_use: Container[int]
     ) -> list[int]:
-        """Return the ids of `count` samples and reserve them."""
+        """Reserve and return the ids of `count` samples. Raises InvalidRequestError for ids that
+        are not different integers of 64 bits, or are `in_use`."""
         if request_ids is None:
             ids = list(range(self._next_id, self._next_id + count))
         else:
@@ -260,7 +263,7 @@ class InputProcessor:
     def _checked_group(
         self, prompt: Prompt, params_list: Sequence[SamplingParams]
     ) -> tuple[list[int], list[StopWordIds]]:
-        """Return the prompt's tokens and each sample's stop words."""
+        """Return the prompt's tokens, and the token ids of each sample's stop words."""
         if not params_list:
             raise InvalidRequestError("a group needs at least one SamplingParams")
         for params in params_list:
@@ -292,7 +295,8 @@ class InputProcessor:
         return encode_prompt(self._tokenizer, prompt, add_bos=add_bos == {True})
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        """Refuse token ids that the model lacks, and a choice of tokens that leaves none."""
+        """Raise InvalidRequestError for token ids outside the vocabulary, and for `min_tokens` if
+        only end tokens are allowed."""
         vocab_size = self._limits.vocab_size
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids or ()),
@@ -319,7 +323,8 @@ class InputProcessor:
         return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
-        """Return the ids of each stop word. Raises InvalidRequestError without a tokenizer."""
+        """Return the token ids of each stop word. Raises InvalidRequestError without a tokenizer,
+        or for a word that encodes to no token."""
         if not params.stop_words:
             return ()
         if self._tokenizer is None:

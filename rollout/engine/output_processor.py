@@ -1,7 +1,8 @@
 """OutputProcessor: holds the records of an engine's requests and writes the output of steps into
 them.
 
-The engine adds and takes records; StepPipeline passes on what the scheduler decided and sampled.
+Engine adds records and returns ended ones to its caller. StepPipeline writes the scheduler's
+decisions and the sampled tokens. Suspension queues requests again. `rollout.engine.build` makes it.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ class RequestState:
     The current segment's values are arrays, not lists: a token takes 4 bytes instead of 40. Records
     that leave the engine are complete, with lists.
 
-    entry_time, last_token_time: by time.monotonic; the latter is None before the first token.
+    entry_time: time of entry into the first engine, by time.monotonic.
+    last_token_time: time of the newest token sampled here, by time.monotonic; None without one.
     num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
         else None.
     segment: the current segment.
     num_prompt: tokens in its prompt. The last `num_before` of them were generated in earlier
         segments.
-    policy_spans, token_ids, tpot: its values, to append to.
-    requested: its REQUESTED_COLUMNS by `run_field`, without those that were not asked for.
+    policy_spans, token_ids, tpot: the segment's columns, which grow in place.
+    requested: the segment's REQUESTED_COLUMNS by `run_field`; columns not asked for are left out.
     has_requested: for each of REQUESTED_COLUMNS, whether it was asked for.
     """
 
@@ -174,8 +176,8 @@ class OutputProcessor:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
-        """Keep records that `ended` returned, dropped or not, because they did not reach the
-        caller of the engine."""
+        """Put back records that `ended` returned, dropped or not: they did not reach the engine's
+        caller."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -203,18 +205,18 @@ class OutputProcessor:
         return copied
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
-        """Return the tokens from an offset on of each (request id, offset), at attempt 0.
+        """Return the tokens from an offset on, for each (request id, offset). `attempts` is all 0.
 
         Requests that have ended, or have no such tokens, are left out. Hundreds of requests with
-        one token each pass here in every step. So the values that all new tokens of a request share
-        are gathered once per request, and NumPy repeats them for the tokens. Tokens of a request
-        whose weights changed among them, or that was queued again, do not share them: the versions
-        of these few are written afterwards.
+        one token each are read here in every step. So the values that all new tokens of a request
+        share are gathered once per request, and NumPy repeats them for the tokens. If the weights
+        changed among a request's new tokens, or it was queued again, the tokens' versions differ
+        and are written afterwards.
         """
         rows: list[int] = []
         token_ids = array("i")
         requested = {column.run_field: column.new() for column in REQUESTED_COLUMNS}
-        others: list[tuple[int, TokenRun]] = []  # and where their tokens start
+        others: list[tuple[int, TokenRun]] = []  # (index of the first token, run)
         for request_id, offset in wanted:
             state = self._unfinished.get(request_id)
             if state is None or offset - state.num_before >= len(state.token_ids):
@@ -267,9 +269,9 @@ class OutputProcessor:
         """Mark requests that lost their KV as queued. Each gets a new segment, whose prompt is all
         of its tokens so far.
 
-        Only preemption adds an EVICT event. A request without generated tokens that was not
-        preempted keeps its segment. Its recorded experts are dropped, because no token was sampled
-        from that pass.
+        Only preemption adds an EVICT event. A request that was not preempted, and has no generated
+        token in its current segment, keeps that segment. Experts recorded for a segment without
+        generated tokens are dropped.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
@@ -313,7 +315,7 @@ class OutputProcessor:
             self._finish(finished, update.weights_version, now)
 
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
-        """Append a token and its versions to each request.
+        """Append a token, its version and its time to each request. Counts the latencies.
 
         The loop runs 1,000 times in a step of 1,000 rows, so nothing is looked up or called twice.
         """
@@ -397,7 +399,8 @@ class OutputProcessor:
         kv_spans: VersionSpans,
         version: int,
     ) -> None:
-        """End a request by an error. Its record keeps what it generated so far."""
+        """End a request by an error. Its record keeps the tokens so far and gets the events
+        ERROR_NONTRANSIENT and FAIL."""
         segment = self._unfinished[request_id].segment
         segment.status, segment.finish_reason = Status.FAILED, finish_reason
         segment.add_event_error_nontransient(error)
@@ -423,7 +426,7 @@ class OutputProcessor:
 
 
 def _requested_of(run: TokenRun) -> dict[str, Any]:
-    """Return the REQUESTED_COLUMNS of a run by `run_field`, without those that it lacks."""
+    """Return the REQUESTED_COLUMNS of a run by `run_field`; columns that are None are left out."""
     columns = {column.run_field: getattr(run, column.run_field) for column in REQUESTED_COLUMNS}
     return {
         name: own.rows() if isinstance(own, TopNRun) else own
@@ -433,7 +436,7 @@ def _requested_of(run: TokenRun) -> dict[str, Any]:
 
 
 def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str, Any]) -> TokenRuns:
-    """Return the runs of requests whose new tokens each have one policy and one KV run.
+    """Return the runs of new tokens, which have one policy version and one KV run per request.
 
     `rows` has, flat, for each request: id, offset, number of tokens, entry version, length of the
     first token's context, policy version, the four values of VersionSpans.last_run of its KV, and

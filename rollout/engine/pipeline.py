@@ -1,6 +1,7 @@
 """StepPipeline: schedules, launches and commits steps, and recovers from failed steps.
 
-Engine.step calls it. It is the only writer of the plans in flight.
+Engine calls it to step, to commit the steps in flight and to measure a step; `rollout.engine.build`
+makes it. It is the only writer of the plans in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rollout.step.plan import EMPTY, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# A request runs alone after so many failed steps, unless it was cleared between them.
+# After so many failed steps a request runs alone, unless it was cleared between them.
 _FAILURES_UNTIL_ALONE = 2
 # Tokens that clear a request: one of a prefill and one of a decode step, either of which may fail.
 _TOKENS_TO_CLEAR = 2
@@ -34,6 +35,8 @@ _TOKENS_TO_CLEAR = 2
 
 @dataclass(slots=True)
 class _Suspect:
+    """Failed steps of a request, and the tokens that it must still sample to be cleared."""
+
     num_failures: int = 0
     num_tokens_left: int = _TOKENS_TO_CLEAR
 
@@ -61,7 +64,10 @@ class FaultIsolation:
         return list(self._suspects)
 
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
-        """Record a failed step of these requests. Returns the request that caused it, or None."""
+        """Record a failed step of these requests. Returns the request that caused it.
+
+        Returns None if the cause is not known yet.
+        """
         for request_id in request_ids:
             suspect = self._suspects.setdefault(request_id, _Suspect())
             suspect.num_failures += 1
@@ -127,7 +133,8 @@ class StepPipeline:
     def step(self, weights_version: int) -> None:
         """Launch the steps that may run, then commit the oldest one. Does nothing when idle.
 
-        A failed step is logged. Raises its error if no request has caused it.
+        A failed step is logged, and its requests are queued again. Its error is raised only if
+        ranks have died, if a step without requests fails too, or if it is an interrupt.
         """
         with self._guard.change("step"):
             start = time.perf_counter()
@@ -147,9 +154,9 @@ class StepPipeline:
                 self._commit_oldest(time.perf_counter())
 
     def measure_step(self, weights_version: int) -> None:
-        """Measure a step of one token without any request. No plan may be in flight.
+        """Time a step of one token without any request. No plan may be in flight.
 
-        So `longest_step_s` has a bound before the first request runs.
+        It gives `Engine.longest_step_s` a bound before the first request runs.
         """
         plan, _ = _scratch_plans(weights_version)
         with self._guard.change("measure_step"):
@@ -226,7 +233,7 @@ class StepPipeline:
         """Send the requests of the plans in flight back to the queue with the tokens they have.
 
         If one request caused the failure, it ends with `error`. Raises `error` if the device or a
-        lost rank is the cause.
+        dead rank is the cause, or if it is an interrupt.
         """
         self._in_flight.clear()
         requeued = self._scheduler.abandon()
@@ -279,7 +286,7 @@ def _scratch_plans(weights_version: int) -> tuple[StepPlan, StepPlan]:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Drop the frames of `error` and of its causes: they hold the tensors of the failed step."""
+    """Drop the tracebacks of `error` and of its causes: they hold the failed step's tensors."""
     chain: list[BaseException | None] = [error]
     seen: set[int] = set()
     while chain:

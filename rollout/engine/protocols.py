@@ -1,10 +1,11 @@
 """The parts of an Engine as Protocols: scheduler, step pipeline, model executor, suspension.
 
-The engine keeps what all implementations share: requests and their records, states, the order of an
-update, counters. The implementations here are rollout.scheduling.Scheduler, StepPipeline,
-WorkerExecutor (with TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build`
-wires them. A model runner of another kind replaces the executor and the suspension. An engine with
-a scheduler of its own, such as vLLM, replaces all four.
+Engine and StepPipeline are written against them. Engine itself has what all implementations share:
+requests and their records, states, the order of calls in a weight update, counters. The
+implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline, WorkerExecutor (with
+TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` connects
+them. Another model runner replaces the executor and the suspension. An engine with another
+scheduler, such as vLLM, replaces all four.
 
 All methods are called from the thread that steps, except where they say otherwise. Rules of all
 implementations, which tests/contracts/test_engine_parts.py checks:
@@ -38,7 +39,7 @@ from rollout.weights.update import NamedTensors
 
 
 class KVPool(Protocol):
-    """The part of a pool of KV blocks that updates of the weights concern."""
+    """The part of the KV block pool that Engine uses."""
 
     @property
     def block_size(self) -> int:
@@ -139,8 +140,8 @@ class SchedulerInterface(Protocol):
 class PipelineInterface(Protocol):
     """Runs steps: schedules, launches, and writes results into scheduler and records.
 
-    The requests of a failed step go back to the queue with the tokens they have. Only an error that
-    no request has caused is raised.
+    The requests of a failed step go back to the queue with the tokens they have. An error is raised
+    only if the device, a dead rank or an interrupt is its cause.
     """
 
     @property
@@ -171,7 +172,7 @@ class PipelineInterface(Protocol):
         ...
 
     def suspects(self) -> list[int]:
-        """Return the requests of failed steps that no later step has cleared."""
+        """Return the ids of requests whose step failed and that no later step has cleared."""
         ...
 
     def remove(self, request_id: int) -> None:
@@ -257,8 +258,10 @@ class Executor(Protocol[_Staged]):
         ...
 
     def commit_weights(self, staged: _Staged, version: int | None) -> int:
-        """Serve a staged update as `version` (None: the next one) on all ranks, or on none. Returns
-        the bytes written. No step is in flight."""
+        """Serve a staged update as `version` (None: the next one) on all ranks, or on none.
+
+        Returns the number of bytes written. The caller has committed all steps in flight.
+        """
         ...
 
     def set_version(self, version: int) -> None:
@@ -279,7 +282,7 @@ class Executor(Protocol[_Staged]):
         ...
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return the resources of each rank, in order; () once the ranks have ended."""
+        """Return the resource use of each rank, in rank order; () once the ranks have ended."""
         ...
 
     def kv_data_ptrs(self) -> dict[str, int]:
@@ -309,15 +312,14 @@ class StepExecutor(Executor[_Staged], Protocol[_Staged]):
         ...
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step. The returned function waits for its result. At most two are in flight."""
+        """Start a step. Returns a function that waits for its result. At most two are in flight."""
         ...
 
 
 class SuspensionInterface(Protocol):
     """Releases the memory of the KV cache and of the weights, and restores it.
 
-    An unsupported mode is refused by a ConfigError that names the mode and the supported ones;
-    nothing has changed then.
+    An unknown or unsupported mode raises a ConfigError that names it; nothing has changed then.
     """
 
     def suspend(

@@ -1,8 +1,8 @@
 """shared_settings: the settings that all engines of a fleet must share.
 
 With equal settings a reply does not depend on the engine that makes it. The coordinator refuses an
-engine with other settings. Weights are compared by checksum; speed and memory are each engine's
-own.
+engine with other settings. Weights are compared by checksum instead. Settings of speed and memory
+may differ. Used by DynamicInferenceEngine.shared_settings in `rollout.engine.build`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWN_MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "shard": "the parts of all ranks make the whole model",
         "num_mtp_layers": "these layers are not served",
-        "eos_token_ids": "compared as end_token_ids, with those of the tokenizer",
+        "eos_token_ids": "compared as end_token_ids, with the tokenizer's end token",
     }
 )
 # Fields of InferenceConfig that change the results of requests, or which updates are accepted.
@@ -71,7 +71,8 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """Return a text that differs if values differ. A long text is cut, and ends with its hash."""
+    """Return a text of `value`; other values have other texts. A long text is cut and ends with the
+    hash of the whole."""
     text = repr(_plain(value))
     if len(text) <= _MAX_TEXT:
         return text

@@ -1,6 +1,8 @@
 """Suspension: releases the memory of the KV cache and of the weights, and restores it.
 
-Used by Engine.suspend, resume and unpause.
+Engine calls it to suspend, resume and unpause, and after aborts and updates; `rollout.engine.build`
+makes it. `rollout.testing` uses the checks of arguments. The servers of `rollout.serve` and
+`rollout_verl.server` use the names of the resources.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _P = ParamSpec("_P")
 class Suspension:
     """Implements `SuspensionInterface` over a WorkerExecutor.
 
-    It records the released resources and the KV mode, so that `resume` restores them.
+    It records which resources are released and under which KV mode; `resume` restores them.
 
     PERSIST leaves the KV cache in place. OFFLOAD copies the blocks in use to the host and releases
     the memory. RECOMPUTE releases the memory without a copy: running requests go back to the queue
@@ -47,8 +49,8 @@ class Suspension:
         self._executor = executor
         self._keeps_addresses = keeps_addresses
         self._default_mode = self._mode = default_mode
-        self._num_requeued = 0  # requests, since the KV was last in place
-        self._to_restore: list[str] = []  # resources whose release began, also if it failed
+        self._num_requeued = 0  # requests queued again since the KV cache was last in place
+        self._to_restore: list[str] = []  # resources whose release began, even if it failed
         self._released: set[str] = set()  # resources whose release succeeded
 
     def suspend(
@@ -64,9 +66,9 @@ class Suspension:
 
         Weights are copied to the host first, unless `discard`. Resources that an earlier, failed
         attempt released are restored first: all of them if `is_first`, else those in `release`.
-        Raises ConfigError for an unknown resource, and for a mode that would move a KV cache whose
-        addresses must stay. After any other exception `resume` restores everything, and a retry is
-        legal.
+        Raises ConfigError for an unknown resource or mode, and for a mode that would move a KV
+        cache whose addresses must stay. After any other exception `resume` restores everything, and
+        a retry is legal.
         """
         start = time.perf_counter()
         check_resources(release, discard=discard)
@@ -104,7 +106,8 @@ class Suspension:
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released resources, or `only` one. May be called again if it fails."""
+        """Restore all resources whose release began, or `only` one. May be called again if it
+        fails."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(RESOURCES, 0), bool(self._to_restore)
         for resource in (WEIGHTS, KV_CACHE):
@@ -125,7 +128,8 @@ class Suspension:
         )
 
     def is_complete_with(self, only: str | None) -> bool:
-        """Return whether everything is in place once `only` (None: all resources) is restored."""
+        """Return whether everything is in place once `only` (None: all resources) is restored.
+        Raises ConfigError for an unknown resource."""
         check_only(only)
         return only is None or all(resource == only for resource in self._to_restore)
 
@@ -224,8 +228,8 @@ def check_only(only: str | None) -> None:
 
 
 def check_resources(release: Sequence[str], *, discard: bool) -> None:
-    """Raise ConfigError unless `release` is a tuple of resources, the weights among them if they
-    are to be discarded."""
+    """Raise ConfigError unless `release` is a sequence of resource names, with "weights" among them
+    if `discard`."""
     if isinstance(release, str) or not all(resource in RESOURCES for resource in release):
         raise ConfigError(f"release={release!r} must be a tuple of some of {list(RESOURCES)}")
     if discard and WEIGHTS not in release:

@@ -1,7 +1,7 @@
-"""Launcher: the protocol that starts the engines of a fleet, on this machine or on others.
+"""Launcher: the protocol of objects that start the engines of a fleet, here or on other machines.
 
-Implemented by LocalLauncher, RayLauncher, SlurmLauncher and TorchrunLauncher; used by AsyncLLM
-through `rollout.apis.fleet_processes`. Ray and Slurm share the functions here.
+Implemented by LocalLauncher, RayLauncher, SlurmLauncher and TorchrunLauncher. Called by AsyncLLM
+through `rollout.apis.fleet_processes`. The functions are for RayLauncher and SlurmLauncher.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class EngineJob:
     `address`: the future address of the coordinator; an engine may begin to start before it is
     known. `max_restarts`: how often an engine that fails may be restarted. `start_timeout_s`:
     seconds from an engine's start until it must be registered with the fleet.
-    `on_end`: called once an engine has ended for good, from any thread, with the engine's name and
-    the reason; the reason is None after an orderly stop.
+    `on_end`: called, from any thread, when an engine that was registered has ended for good, with
+    the engine's name and the reason. The reason is None after an orderly stop.
     """
 
     module: str
@@ -45,7 +45,7 @@ class EngineJob:
 
 
 class LaunchedEngine(Protocol):
-    """One engine of a launcher, across its restarts."""
+    """One engine that a launcher has started, across its restarts."""
 
     name: str
     started: Future[Any]  # done once the engine is registered; raises the error of its start
@@ -80,15 +80,13 @@ class Launcher(Protocol):
         """
 
     def num_threads(self, num_engines: int) -> int | None:
-        """Return the threads of each of `num_engines` engines whose config sets no number; None
-        leaves the choice to the engine, which takes all processors it finds."""
+        """Return the number of threads for each of `num_engines` engines whose config sets none.
+        None leaves the choice to the engine, which takes all processors it finds."""
 
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
-        """Begin to start engines and return without waiting for them. Engines that are not in the
-        returned list start on their own and are not supervised.
-
-        Raises ConfigError if an engine cannot be started; no engine is left running then.
-        """
+        """Begin to start engines, and return before they are registered. The list lacks engines
+        that start on their own and that this launcher does not supervise. Raises ConfigError if an
+        engine cannot be started; no engine is left running then."""
 
     def close(self) -> None:
         """Free the files and resources of engines that have ended. A second call does nothing."""
@@ -100,10 +98,9 @@ def run_to_end(
     load_arguments: Callable[[], Mapping[str, Any]],
     on_registered: Callable[[], object],
 ) -> dict[str, Any] | None:
-    """Run an engine in this process until it ends. Returns the error that ended it, or kept it from
-    loading its arguments, encoded for the launcher's process; None after an orderly stop. See
-    EngineJob for `module`.
-    """
+    """Run an engine in this process until it ends. `module`: as in EngineJob. `load_arguments`:
+    returns the keyword arguments of the module's `run_engine`. Returns None after an orderly stop,
+    else the encoded error that ended the engine or kept it from loading its arguments."""
     try:
         arguments = load_arguments()
         import_module(module).run_engine(address, **arguments, on_registered=on_registered)
@@ -114,6 +111,6 @@ def run_to_end(
     return None
 
 
-def short(error: Exception) -> str:
-    """Return an error's type and message as one line of bounded length."""
+def summary_of(error: Exception) -> str:
+    """Return an error's type and message as one line of at most 300 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MAX_REASON_CHARS]

@@ -1,4 +1,7 @@
-"""LocalLauncher: each engine is a child process of this process. The default of AsyncLLM."""
+"""LocalLauncher: each engine is a child process of this process.
+
+Used by AsyncLLM by default, and by `rollout.launch.torchrun` in the ranks that run engines.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class LocalLauncher:
     """Starts engines as child processes. They share the processors and end with this process. An
     engine with GPUs sees only its own.
 
-    An engine that fails is restarted, at most `max_restarts` times in a row.
+    An engine that fails once it is registered is restarted, `max_restarts` times in a row at most.
     """
 
     host: None = None
@@ -25,8 +28,8 @@ class LocalLauncher:
         return max(1, num_usable_cpus() // max(1, num_engines))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[SupervisedProcess]:
-        """See Launcher. The error that keeps an engine from starting is raised by the engine's
-        `started` future."""
+        """Start the processes. See Launcher. An error that keeps an engine from starting is raised
+        by the `started` future of its SupervisedProcess."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
         address = job.address  # `begin` must not hold the job, which has the trainer's model
 

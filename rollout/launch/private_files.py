@@ -1,6 +1,6 @@
-"""Files with the arguments and keys of engines, which only this user can read and write.
+"""PrivateFolder: a folder of files with the arguments and keys of engines, for this user alone.
 
-Used by the launchers of Slurm and torchrun.
+Used by `rollout.launch.slurm` and `rollout.launch.torchrun`.
 
 Arguments may hold objects of the user's own classes, so they are pickled, and anyone who can write
 such a file can run code. Therefore each read checks the owner and the mode of the folder and of the
@@ -23,14 +23,12 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class PrivateFolder:
-    """A folder that only this user can write. The file systems of several machines may share it.
-
-    `write` chooses the name of a file, and `read` accepts only such names, so no path leads out of
-    the folder.
-    """
+    """A folder that only this user can write. Several machines may share it. `write` chooses the
+    name of a file, and `read` accepts only such names, so no path leads out of the folder."""
 
     def __init__(self, path: str | Path) -> None:
-        """Make the folder if it is missing. Raises ConfigError if others can write it."""
+        """Make the folder if it is missing. Raises ConfigError if that fails, if it belongs to
+        another user, or if others can write it."""
         self.path = Path(path).absolute()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,7 +40,7 @@ class PrivateFolder:
 
     def write(self, kind: str, content: bytes) -> str:
         """Write a new file that only this user can read. Returns its name, which begins with
-        `kind`. Raises ConfigError."""
+        `kind`. Raises ConfigError if the folder is not private any more or cannot be written."""
         self._check()
         name = f"{kind}-{uuid.uuid4().hex}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -97,5 +95,5 @@ def _require_own(path: Path, status: os.stat_result, modes: int, what: str) -> N
     if status.st_mode & modes:
         raise ConfigError(
             f"others than its owner may {what} {str(path)!r} (mode {status.st_mode & 0o777:04o}): "
-            "chmod go-rwx it if nobody has, or name another folder"
+            "run chmod go-rwx on it if no other user has, or name another folder"
         )

@@ -1,6 +1,6 @@
 """RayLauncher: each engine is an actor of a Ray cluster. No other module imports Ray.
 
-Made by users and given to AsyncLLM as `launcher`.
+Made by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=ray`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollout.errors import ConfigError, decode_error
-from rollout.launch.launcher import EngineJob, run_to_end, short
+from rollout.launch.launcher import EngineJob, run_to_end, summary_of
 
 _logger = logging.getLogger(__name__)
 REMIND_S = 30.0  # between two log lines about a reservation that takes long
@@ -40,12 +40,13 @@ class RayLauncher:
         runtime_env: Mapping[str, Any] | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:
-        """num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one GPU if
-        the config's device is a GPU, else none. strategy: strategy of the placement group.
-        runtime_env: runtime environment of the actors. init: arguments of ray.init. Unless the
-        caller has called ray.init, the launcher calls it, and `close` undoes it.
+        """Set the resources of each engine and the options of Ray. Raises ConfigError if Ray is not
+        installed.
 
-        Raises ConfigError if Ray is not installed.
+        num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one GPU for
+        each rank if the config's device is a GPU, else none. strategy: strategy of the placement
+        group. runtime_env: runtime environment of the actors. init: arguments of ray.init, which
+        `host` calls unless the caller has called it before; `close` undoes the launcher's own call.
         """
         self._ray = _imported_ray()
         self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}
@@ -57,7 +58,8 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """Return this node's address. Joins the cluster first if needed. Raises ConfigError."""
+        """Return this node's address. Joins the cluster first if this process has not; raises
+        ConfigError if ray.init fails."""
         if not self._ray.is_initialized():
             try:
                 self._ray.init(**self._init)
@@ -71,8 +73,9 @@ class RayLauncher:
         return max(1, int(self._num_cpus))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[RayEngine]:
-        """See Launcher. Waits until Ray has reserved a place for each engine, at most
-        `job.start_timeout_s` seconds. Raises ConfigError."""
+        """Start the actors. See Launcher. Waits until Ray has reserved a place for each engine, and
+        for the coordinator's address. Raises ConfigError after `job.start_timeout_s` seconds
+        without the places, or if the arguments cannot be pickled."""
         if not num_engines:
             return []
         try:
@@ -114,8 +117,8 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _bundle(self, num_gpus: float) -> dict[str, float]:
-        """Return the resources of one engine under Ray's names. num_gpus: for a launcher without a
-        number of its own. Raises ConfigError."""
+        """Return the resources of one engine under Ray's names. `num_gpus` counts unless the
+        launcher was given a number. Raises ConfigError if the resources are none or negative."""
         if self._num_gpus is not None:
             num_gpus = self._num_gpus
         needs = {"CPU": self._num_cpus, "GPU": num_gpus, **self._resources}
@@ -127,8 +130,7 @@ class RayLauncher:
         return bundle
 
     def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
-        """Reserve resources for each engine. Raises ConfigError if Ray cannot within
-        `timeout_s`."""
+        """Reserve `bundle` for each engine. Raises ConfigError if Ray cannot within `timeout_s`."""
         try:
             self._group = self._ray.util.placement_group(
                 [dict(bundle)] * num_engines, strategy=self._strategy
@@ -163,8 +165,8 @@ class RayEngine:
         return f"Ray actor {self._actor._actor_id.hex()}"
 
     def end_restarts(self) -> None:
-        """No-op: Ray cannot disable the restarts of a running actor. It restarts it until
-        `terminate`."""
+        """End the restarts after an engine's error. Ray still restarts an actor whose process dies,
+        until `terminate`."""
         self._is_ending.set()
 
     def terminate(self) -> None:
@@ -193,7 +195,7 @@ class RayEngine:
             self._await_end(run)
             reason = None
         except Exception as error:  # RayError, or another error once Ray is shut down
-            reason = short(error)
+            reason = summary_of(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s (%s) is not started again: %s", self.name, self.place, reason)
         self.terminate()
@@ -209,7 +211,7 @@ class RayEngine:
         try:
             fault = self._ray.get(done[0])
         except self._ray.exceptions.RayError as error:
-            raise ConfigError(f"{who} died while it started: {short(error)}") from error
+            raise ConfigError(f"{who} died while it started: {summary_of(error)}") from error
         if fault is not None:
             raise decode_error(fault)
 
@@ -227,7 +229,7 @@ class RayEngine:
 
 
 class EngineActor:
-    """An engine in the process of a Ray actor, in the thread of `run`."""
+    """The class of the Ray actors. An engine runs in the actor's process, within `run`."""
 
     def __init__(self, module: str, address: str, stored: list[Any]) -> None:
         """`stored`: a list with the reference to the pickled arguments. The list keeps Ray from
@@ -236,8 +238,8 @@ class EngineActor:
         self._has_run, self._is_registered = False, threading.Event()
 
     def run(self) -> dict[str, Any] | None:
-        """Serve the coordinator until it ends the fleet. Returns the encoded error if one ends the
-        engine before."""
+        """Run the engine until the coordinator ends the fleet. Returns None then, or the encoded
+        error that ended the engine before. A second call in one process never returns."""
         if self._has_run:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
@@ -255,7 +257,7 @@ class EngineActor:
 
 
 def _imported_ray() -> Any:
-    """Import Ray. Raises ConfigError if it is not installed."""
+    """Return the module `ray`. Raises ConfigError if it is not installed."""
     try:
         import ray
         import ray.util.scheduling_strategies

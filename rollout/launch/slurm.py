@@ -1,7 +1,7 @@
 """SlurmLauncher: each engine is a job of Slurm. No other module imports submitit.
 
-Made by users and given to AsyncLLM as `launcher`. It writes the engines' arguments to a private
-folder.
+Made by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=slurm`.
+It writes the engines' arguments and submitit's logs to a private folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rollout.child_process import pickled
 from rollout.errors import ConfigError, decode_error
-from rollout.launch.launcher import EngineJob, run_to_end, short
+from rollout.launch.launcher import EngineJob, run_to_end, summary_of
 from rollout.launch.private_files import PrivateFolder
 
 _logger = logging.getLogger(__name__)
@@ -43,17 +43,18 @@ class SlurmLauncher:
         host: str | None = None,
         **parameters: Any,
     ) -> None:
-        """folder: a folder on a file system that all nodes share, for logs and for the engines'
-        arguments and keys. It is made for this user alone, and refused if others can write it.
-        cluster: "local" runs processes on this machine. host: the host to which engines connect;
-        None for this node's name. parameters: parameters of submitit's executors, such as
-        slurm_partition, timeout_min, cpus_per_task, gpus_per_node.
+        """Make the folder and submitit's executor. Raises ConfigError if submitit is not installed
+        or refuses the parameters, and for a folder that others can write.
 
-        Raises ConfigError, also if submitit is not installed.
+        folder: a folder on a file system that all nodes share, for logs and for the engines'
+        arguments and keys. It is made for this user alone. cluster: "local" runs processes on this
+        machine. host: the host to which engines connect; None takes this node's name. parameters:
+        parameters of submitit's executors, such as slurm_partition, timeout_min, cpus_per_task,
+        gpus_per_node.
         """
         self.host = host or socket.gethostname()
         self._num_cpus = parameters.get("cpus_per_task")
-        self._given: list[str] = []
+        self._arguments_files: list[str] = []
         try:
             import submitit
         except ImportError as error:
@@ -74,25 +75,26 @@ class SlurmLauncher:
         return self._num_cpus
 
     def launch(self, job: EngineJob, num_engines: int) -> list[SlurmEngine]:
-        """See Launcher. Raises ConfigError."""
+        """Submit the jobs. See Launcher. Raises ConfigError if the arguments cannot be pickled or
+        written."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
-        given = self._folder.write("arguments", arguments)
-        self._given.append(given)
+        file = self._folder.write("arguments", arguments)
+        self._arguments_files.append(file)
         names = [f"engine {number}" for number in range(num_engines)]
-        return [SlurmEngine(name, self._executor, self._folder.path, given, job) for name in names]
+        return [SlurmEngine(name, self._executor, self._folder.path, file, job) for name in names]
 
     def close(self) -> None:
         """Remove the files with the engines' arguments. Logs stay."""
-        while self._given:
-            self._folder.remove(self._given.pop())
+        while self._arguments_files:
+            self._folder.remove(self._arguments_files.pop())
 
 
 class SlurmEngine:
     """The successive jobs of one engine, and the thread that submits them. See LaunchedEngine."""
 
-    def __init__(self, name: str, executor: Any, folder: Path, given: str, job: EngineJob) -> None:
-        """`given`: name of the file in `folder` with the engine's arguments."""
-        self.name, self._executor, self._folder, self._given = name, executor, folder, given
+    def __init__(self, name: str, executor: Any, folder: Path, file: str, job: EngineJob) -> None:
+        """Start the thread. `file`: name of the file in `folder` with the engine's arguments."""
+        self.name, self._executor, self._folder, self._file = name, executor, folder, file
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
         self._on_end = job.on_end
@@ -133,14 +135,14 @@ class SlurmEngine:
             if not self.started.done():
                 self.started.set_exception(error)
                 return
-            reason = short(error)
+            reason = summary_of(error)
         if reason is not None and not self._is_ending.is_set():
             _logger.error("%s is not submitted again: %s", self.name, reason)
         self._on_end(self.name, reason)
 
     def _run_all(self) -> str | None:
         """Run jobs until one ends in order or no restart is left. Returns the reason why the last
-        one ended; None after an orderly stop."""
+        job ended; None after an orderly stop."""
         for num_restarts in range(self._max_restarts + 1):
             reason = self._run()
             if reason is None or self._is_ending.is_set():
@@ -150,19 +152,19 @@ class SlurmEngine:
         return reason
 
     def _run(self) -> str | None:
-        """Submit a job, wait for its end and return its reason. Raises the error that keeps the
-        first job from starting."""
-        mark = self._folder / f"registered-{uuid.uuid4().hex}"
+        """Submit a job and wait for its end. Returns the reason why it ended; None after an orderly
+        stop. Raises the error that keeps the engine's first start from succeeding."""
+        registered = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._lock:
             if self._is_cancelled:
                 return "cancelled"
             self._job = self._executor.submit(
-                run_job, self._module, address, str(self._folder), self._given, str(mark)
+                run_job, self._module, address, str(self._folder), self._file, str(registered)
             )
         try:
             while not (is_over := self._job.done()) or not self.started.done():
-                if mark.exists():
+                if registered.exists():
                     self._set_started()
                 elif is_over:
                     raise _fault_of(self._job, self.name)
@@ -172,7 +174,7 @@ class SlurmEngine:
                 time.sleep(_POLL_S)
         finally:
             with suppress(OSError):
-                mark.unlink()
+                registered.unlink()
         return _end_of(self._job)
 
     def _set_started(self) -> None:
@@ -180,15 +182,18 @@ class SlurmEngine:
             self.started.set_result(None)
 
 
-def run_job(module: str, address: str, folder: str, given: str, mark: str) -> dict[str, Any] | None:
-    """Run one engine until it ends; called inside the job. Returns the encoded error if one ended
-    it."""
+def run_job(
+    module: str, address: str, folder: str, file: str, registered: str
+) -> dict[str, Any] | None:
+    """Run one engine until it ends; called inside the job. Returns None after an orderly stop, else
+    the encoded error. `file`: name of the file in `folder` with the engine's arguments.
+    `registered`: path of a file that is made when the engine is registered."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     return run_to_end(
         module,
         address,
-        lambda: pickle.loads(PrivateFolder(folder).read(given)),
-        Path(mark).touch,
+        lambda: pickle.loads(PrivateFolder(folder).read(file)),
+        Path(registered).touch,
     )
 
 
@@ -197,8 +202,8 @@ def _end_of(job: Any) -> str | None:
     try:
         fault = job.result()
     except Exception as error:  # submitit raises several kinds for a job that Slurm ended
-        return short(error)
-    return None if fault is None else short(decode_error(fault))
+        return summary_of(error)
+    return None if fault is None else summary_of(decode_error(fault))
 
 
 def _fault_of(job: Any, name: str) -> Exception:
@@ -206,7 +211,7 @@ def _fault_of(job: Any, name: str) -> Exception:
     try:
         fault = job.result()
     except Exception as error:
-        return ConfigError(f"{name} (job {job.job_id}) died while it started: {short(error)}")
+        return ConfigError(f"{name} (job {job.job_id}) died while it started: {summary_of(error)}")
     if fault is None:
         return ConfigError(f"{name} (job {job.job_id}) ended before it was registered")
     return decode_error(fault)

@@ -1,6 +1,6 @@
 """SupervisedProcess: a child process that is restarted when it fails.
 
-Used by LocalLauncher for engines and by the fleet for its coordinator.
+Used by LocalLauncher for engines, and by `rollout.apis.fleet_processes` for the coordinator.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from rollout.errors import ConfigError
 
 _logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 60.0
-# A process that has run for this long resets the count of failures.
+# The count of restarts in a row is reset by a process that has run for longer than this.
 STEADY_S = 600.0
 
 
 class SupervisedProcess:
     """A child process and the thread that starts it, waits for its end and restarts it.
 
-    The constructor starts it. `started` is a future of the child's first message, sent when it is
-    ready. A child that ends with an exit code other than 0 is restarted, up to `max_restarts` times
-    in a row, after pauses that double. A child whose first start fails is not restarted.
+    The constructor starts both. `started` is a future of the first child's first message, sent when
+    the child is ready; it raises the error of a start that fails. A child that ends with an exit
+    code other than 0 is restarted, up to `max_restarts` times in a row, after pauses that double. A
+    process whose first start fails is not restarted.
     """
 
     def __init__(
@@ -41,9 +42,12 @@ class SupervisedProcess:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_end: Callable[[int], object] = lambda exit_code: None,
     ) -> None:
-        """`begin` sends a child its arguments. `on_end` gets the last exit code once the process
-        has ended for good, if it was ever ready. The supervising thread calls both. `environment`:
-        environment variables that differ from this process's.
+        """Start a child that runs `module`. `name`: name for log messages and the thread.
+
+        `begin` sends a child its arguments. `on_end` gets the last exit code once the process has
+        ended for good, unless its first start failed. The supervising thread calls both.
+        `start_timeout_s`: seconds until a child must be ready. `environment`: environment variables
+        that differ from this process's.
         """
         self.name, self._module, self._begin = name, module, begin
         self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
@@ -97,7 +101,8 @@ class SupervisedProcess:
         self._on_end(exit_code)
 
     def _run_child(self) -> int:
-        """Start the child, wait for its end and return its exit code."""
+        """Send the child its arguments, set `started` once it is ready, and wait for its end.
+        Returns its exit code. A child that does not get ready in time is killed."""
         child, is_first = self._child, not self.started.done()
         try:
             self._begin(child)
@@ -123,8 +128,8 @@ class SupervisedProcess:
         return exit_code
 
     def _restart(self, exit_code: int, num_restarts: int) -> bool:
-        """Wait out the pause and start another child. Returns False if restarts are disabled or
-        used up."""
+        """Wait for the pause and start another child. Returns False, and starts none, if restarts
+        are disabled or used up."""
         if self._is_ending.is_set():
             return False
         end = f"{self.name} ({self.place}) has ended ({end_of(exit_code)})"

@@ -1,5 +1,8 @@
 """TorchrunLauncher: rank 0 of torchrun is the trainer, every other rank runs one engine.
 
+Users, or `rollout train` with `launcher=torchrun`, make the launcher in rank 0 and give it to
+AsyncLLM. `trainer_hooks.train.main`, or a user's script, calls `serve_engines` in the other ranks.
+
 torchrun's own store listens at all addresses without authentication. So it carries only names of
 files. The engines' arguments and keys lie in a private folder that all ranks see.
 """
@@ -38,15 +41,16 @@ FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """A message of rank 0 in the store. `file`: name of the file in the private folder with an
-    engine's arguments; None when rank 0 ends."""
+    """A message that rank 0 leaves in the store. `file`: name of the file in the private folder
+    with the pickled `_Start`; None when rank 0 ends."""
 
     file: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """The arguments with which a rank starts its engine; `arguments` is pickled."""
+    """The arguments with which a rank starts its engine. `arguments` is pickled. The other fields
+    are as in EngineJob."""
 
     module: str
     arguments: bytes
@@ -65,9 +69,11 @@ class TorchrunLauncher:
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """`folder`: a folder on a file system that all ranks see, for the engines' arguments; it is
-        made for this user alone. None for the folder named by ROLLOUT_TORCHRUN_FOLDER or, without
-        that variable, one in the user's cache directory. `serve_engines` takes the same folder.
+        """Connect to the store, and make the folder for this user alone.
+
+        `folder`: a folder on a file system that all ranks see, for the engines' arguments. None
+        takes the folder named by ROLLOUT_TORCHRUN_FOLDER or, without that variable, one in the
+        user's cache directory. `serve_engines` takes the same folder.
 
         Raises ConfigError unless this is rank 0 of a torchrun with at least two, and for a folder
         that others can write.
@@ -93,7 +99,8 @@ class TorchrunLauncher:
         return None
 
     def launch(self, job: EngineJob, num_engines: int) -> list[Any]:
-        """See Launcher. Raises ConfigError if there is not one rank for each engine."""
+        """Send the arguments to the other ranks once the coordinator's address is known. Returns an
+        empty list. Raises ConfigError if there is not one rank for each engine."""
         if num_engines != self._num_ranks - 1:
             raise ConfigError(
                 f"{num_engines} engines are to start, and torchrun has {self._num_ranks - 1} ranks "
@@ -124,7 +131,7 @@ class TorchrunLauncher:
             self._folder.remove(self._files.pop())
 
     def _end(self) -> None:
-        """Let the other ranks return from `serve_engines`."""
+        """Make the other ranks return from `serve_engines`. Called when this process exits."""
         self.close()
         with suppress(RuntimeError):  # the store may have ended before
             self._send(_Command(file=None))
@@ -175,8 +182,9 @@ def _private_folder(folder: str | Path | None) -> PrivateFolder:
 
 
 def _serve(start: _Start, devices: str | None) -> None:
-    """Run one engine, with its restarts, until its fleet ends or no restart is left. `devices`: the
-    devices that all ranks of this node see; None for all devices."""
+    """Run one engine, with its restarts, until its fleet ends or no restart is left. Raises the
+    error that keeps it from starting. `devices`: CUDA_VISIBLE_DEVICES as torchrun set it for all
+    ranks of this node; None if it set none. Sets the variable to this rank's own devices."""
     arguments = pickle.loads(start.arguments)
     if (config := arguments.get("inference_config")) is not None:
         threads = max(1, num_usable_cpus() // _num_local_ranks())
@@ -202,8 +210,8 @@ def _serve(start: _Start, devices: str | None) -> None:
 
 
 def _own_gpus(num_gpus: int, seen: str | None) -> list[str]:
-    """Return this rank's share of the devices that the ranks of its node see: `num_gpus` each, in
-    order."""
+    """Return the devices of this rank: the ranks of a node take `num_gpus` each, in order, of the
+    comma-separated devices in `seen` (None or "": 0, 1, ...)."""
     first = int(os.environ["LOCAL_RANK"]) * num_gpus
     devices = seen.split(",") if seen else [str(i) for i in range(first + num_gpus)]
     return devices[first : first + num_gpus]
@@ -218,8 +226,8 @@ def _num_local_ranks() -> int:
 
 
 def _store() -> Any:
-    """Return the store that torchrun has started, or the one that rank 0 starts without torchrun's
-    agent. Raises ConfigError if rank 0 cannot listen there."""
+    """Return the store at MASTER_ADDR: torchrun's agent has started it, or else rank 0 does here.
+    Raises ConfigError if rank 0 cannot listen there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if _rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return connect_store(host, port, _STORE_S)

@@ -1,4 +1,5 @@
-"""Building blocks of a decoder: torch modules whose arithmetic a bound backend does.
+"""Building blocks of a decoder: torch modules that let a backend compute.
 
-Used by rollout/models, which composes them into model families.
+Used by `rollout.models`, which composes them into model families; `rollout.weights` reads and
+writes their weights.
 """

@@ -1,8 +1,10 @@
-"""Attention: grouped-query self-attention over the KV cache; AttentionLayer, its base.
+"""Attention: grouped-query self-attention over the KV cache. AttentionLayer: the base class of all
+attention layers.
 
-Used by the decoder's layers (rollout/models/decoder.py). A forward pass writes only the KV cache,
-through the attention backend. Shape letters: T tokens, L kept tokens, E hidden size, H query heads,
-G key/value heads, D head dim.
+Used by `rollout.models.decoder`, which runs the layers, by `rollout.models.layout`, which makes the
+specs, and by `rollout.layers.latent_attention`, which extends AttentionLayer. A forward pass writes
+only the KV cache, through the attention backend. Shape letters: T tokens, L kept tokens, E hidden
+size, H query heads, G key/value heads, D head dim.
 Source of grouped queries: Ainslie et al. 2023, "GQA".
 """
 
@@ -33,10 +35,12 @@ Angles: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # (cos_TD, sin_TD) of each 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayerSpec:
-    """Sizes and variants that both kinds of attention have.
+    """Sizes and variants that grouped-query and latent attention share.
 
-    `bias`: whether projections of the hidden state have one. `rope_index`: index of the rope among
-    the model's ropes; None for no rope. `scale`: None means 1 / sqrt(head_dim).
+    `bias`, `output_bias`: whether the input projections, and the output projection, have a bias.
+    `norm_rounds_first`: see RMSNorm. `rotary_rounding`: how the family's trainers round rotated
+    heads. `rope_index`: index of the rope among the model's ropes; None for no rope. `scale`:
+    factor of the scores; None means 1 / sqrt(head_dim).
     """
 
     num_heads: int
@@ -55,7 +59,9 @@ class AttentionSpec(AttentionLayerSpec):
 
     `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. `has_head_norms`: each
     query and key head is normed (Qwen3). `has_projection_norms`: one norm spans all query heads and
-    one all key heads (OLMo 2). `has_sinks`: each query head has a learned score without a value.
+    one all key heads (OLMo 2). `eps`, `norm_offset`: of these norms. `window`: positions that a
+    token attends to; None for all. `softcap`: bound of the scores; None for none. `has_sinks`: each
+    query head has a learned score without a value.
     """
 
     num_kv_heads: int
@@ -74,7 +80,7 @@ class AttentionLayer(BackendLayer):
     """One layer's attention block, from the normed hidden states to the output projection.
 
     A subclass projects the hidden states to query, key and value heads. Under tensor parallelism
-    each rank has some of the query heads, and the ranks' outputs must be summed.
+    each rank has some query heads, and the caller must sum the outputs over the ranks.
     """
 
     attention: AttentionBackend
@@ -86,7 +92,7 @@ class AttentionLayer(BackendLayer):
     def __init__(
         self, layer_index: int, spec: AttentionLayerSpec, rope_dim: int, device: torch.device
     ) -> None:
-        """`rope_dim`: dims of a head that the rope is made for."""
+        """`rope_dim`: number of a head's dims to which the rope applies."""
         super().__init__()
         self.layer_index, self._trainers_rounding = layer_index, spec.rotary_rounding
         order_D = head_order(spec.rope, rope_dim, device)
@@ -101,7 +107,8 @@ class AttentionLayer(BackendLayer):
     def forward(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
     ) -> Tensor:
-        """Return [T, E], or [L, E] of the kept tokens alone. All tokens enter the KV cache."""
+        """Return the block's output [T, E]; only the tokens `kept_L`, [L, E], if that is given.
+        Writes keys and values of all T tokens to the KV cache."""
         q_THD, k_TGD, v_TGD, rotation = self._heads(x_TE, angles, batch)
         context_THD = self.attention.attend(
             q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation, self.traits
@@ -114,15 +121,16 @@ class AttentionLayer(BackendLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """Return query, key and value heads, and the rotation that is still to be applied."""
+        """Return query, key and value heads, and the rotation that the backend is to apply to
+        queries and keys; None if there is nothing left to rotate."""
         raise NotImplementedError
 
     def _values(self, context_THD: Tensor) -> Tensor:
-        """Return what the output projection reads, given the weighted sums of cached values."""
+        """Return the input of the output projection, given the weighted sums of cached values."""
         return context_THD
 
     def _ordered(self, *heads: Tensor) -> Sequence[Tensor]:
-        """Return the heads with their last dim in the order that the rope wants."""
+        """Return the heads with their dims in the order that the rope wants; see `head_order`."""
         if self.order_D is None:
             return heads
         return [x.index_select(-1, self.order_D) for x in heads]
@@ -132,8 +140,8 @@ class Attention(AttentionLayer):
     """Grouped-query attention.
 
     A rank has some query heads, and the key and value heads that these read. Query, key and value
-    are strided views of one fused projection; they are copied only where the rope wants the dims of
-    heads in another order.
+    are strided views of one fused projection. Queries and keys are copied if the rope wants the
+    dims of a head in another order.
     """
 
     def __init__(
@@ -180,7 +188,7 @@ class Attention(AttentionLayer):
                 RMSNorm(num * spec.head_dim, kept=kept.of_width(spec.head_dim), **kind)
                 for num, kept in all_heads
             )
-        # The attention backend itself norms heads that it rotates.
+        # The attention backend applies head norms together with the rotation, if there is one.
         self.norms_alone = spec.has_projection_norms or (spec.has_head_norms and spec.rope is None)
 
     def _heads(
@@ -196,7 +204,7 @@ class Attention(AttentionLayer):
         return q_THD, k_TGD, v_TGD, self._rotation(angles)
 
     def _norm(self, q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query and key heads, normed."""
+        """Return the normed query and key heads."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         if self.spec.has_head_norms:
@@ -209,7 +217,8 @@ class Attention(AttentionLayer):
         return q_THD, self.k_norm(k_TGD.flatten(1)).view(k_TGD.shape)
 
     def _rotation(self, angles: Angles) -> Rotation | None:
-        """Return the rotation with the heads' norms; None without a rope."""
+        """Return the rotation, with the head norms that the backend is to apply; None without a
+        rope."""
         if self.spec.rope_index is None:
             return None
         cos_TD, sin_TD = angles[self.spec.rope_index]
@@ -225,7 +234,7 @@ class Attention(AttentionLayer):
 def _fused_projection(
     hidden_size: int, spec: AttentionSpec, heads: Range, kv_heads: Range, **kind: Any
 ) -> Linear:
-    """Return the projection that makes query, key and value of these heads."""
+    """Return one projection that computes query, key and value of this rank's heads."""
     dim = spec.head_dim
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
     parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}

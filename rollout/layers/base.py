@@ -1,6 +1,8 @@
-"""BackendLayer: base of all layers, a module that owns weights and lets a backend compute.
+"""BackendLayer: the base class of layers, a module that owns weights and lets a backend compute.
 
-`CausalLM.prepare` binds the backend after the weights are loaded.
+All modules of `rollout.layers` with a forward pass and those of `rollout.models.decoder` extend it.
+`CausalLM.prepare` binds the backend after the weights are loaded; `rollout.models.weight_names`
+reads `cuts`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from rollout.parallel.collectives import Collectives
 class BackendLayer(nn.Module):
     """A layer that can be built, loaded and saved before a backend exists.
 
-    It can run only after `bind`. `cuts`: by name, the weights of which this rank keeps a part.
+    It can run only after `bind`. `cuts`: by weight name, the part that this rank keeps of the
+    weight; without an entry for weights that it keeps whole.
     """
 
     ops: Ops[Any]
@@ -36,10 +39,8 @@ class BackendLayer(nn.Module):
     def parameter_of(
         self, name: str, shape: Iterable[int], cut: Cut | None, **kind: Any
     ) -> nn.Parameter:
-        """Return a parameter for the weight `name`, with only the part that `cut` keeps, if any.
-
-        Records the cut in `cuts`.
-        """
+        """Return an empty parameter for the weight `name` of `shape`; if `cut` is given, for the
+        part that it keeps. Records the cut in `cuts`."""
         if cut is not None:
             self.cuts[name] = cut
             shape = cut.kept_shape

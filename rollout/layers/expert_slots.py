@@ -1,7 +1,8 @@
 """Weight slots of stacked experts, under the names that checkpoints have for them.
 
-Used by `Experts`. A live module of transformers has each stack as one parameter, as ours has. Saved
-directories, and pushes in their names, have a matrix for each part of each expert.
+Used by Experts in `rollout.layers.experts`. A live transformers module has each stack as one
+parameter, like this layer. Saved directories, and updates under their names, have one matrix for
+each part (gate, up, down) of each expert.
 Shape letters: N experts, G = 2 F rows of gates and then ups, F expert size, E hidden size.
 """
 
@@ -40,8 +41,8 @@ def slots_of_experts(
 ) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
     """Return slots by the names of each expert's matrices, and aliases by the stacks' names.
 
-    The stacks hold this rank's experts, from `first` on, of `num_experts` in all. `gate`, `up`,
-    `down`: names of an expert's matrices in directories, as in `3.gate_proj.weight`.
+    The two stacks hold this rank's experts, the first of which is expert `first` of `num_experts`.
+    `gate`, `up`, `down`: names of an expert's matrices in directories, as in `3.gate_proj.weight`.
     """
     num_rows = gate_up_NGE.shape[1]
     halves = {gate: slice(0, num_rows // 2), up: slice(num_rows // 2, num_rows)}
@@ -67,10 +68,8 @@ def slots_of_experts(
 
 
 def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
-    """Return the slot of the part at `index` of the stack of all experts.
-
-    `stack` holds this rank's experts, from `first` on.
-    """
+    """Return the slot of the part at `index` of the stack of all experts; an AbsentSlot if another
+    rank has it. `stack` holds this rank's experts, from `first` on."""
     expert, *rows = index
     assert isinstance(expert, int)
     if first <= expert < first + len(stack):
@@ -82,9 +81,9 @@ def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
 
 
 def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, WeightSlot]:
-    """Return slots of stacks that directories and live modules keep whole and transposed.
+    """Return slots of stacks that both directories and live modules keep whole and transposed.
 
-    There, `gate_up_proj` is [N, E, G] and its bias [N, G], with gates and ups alternating;
+    In them, `gate_up_proj` is [N, E, G] and its bias [N, G], with gates and ups alternating.
     `down_proj` is [N, F, E] and its bias [N, E].
     """
     slots: dict[str, WeightSlot] = {

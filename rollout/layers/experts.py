@@ -1,12 +1,12 @@
 """MixtureOfExperts: a router that chooses each token's experts, and the experts' weighted sum.
 
-Used by the decoder's layers (rollout/models/decoder.py). A forward pass writes only the recorded
-routing of its batch.
+Used by `rollout.models.decoder`, which runs it, by `rollout.models.layout` and the families, which
+make its specs and names, and by `rollout.models.weight_names` and `rollout.models.causal_lm`, which
+find its weights. A forward pass writes only the recorded routing of its batch.
 
 Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of
 Experts"; DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2 (sigmoid, correction, groups).
-Shape letters: T tokens, N experts, K experts of a token, P groups of M experts, E hidden
-size.
+Shape letters: T tokens, N experts, K experts of a token, P groups of M experts, E hidden size.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class RouterSpec:
     """How a token's experts are chosen and weighted.
 
     `scores`: "softmax" over all experts, "softmax_chosen" over the chosen experts alone, or
-    "sigmoid". `has_correction`: a buffer is added to the scores for the choice, but not for the
-    weights. Only experts of the best `num_chosen_groups` groups are chosen. `normalizes`: weights
-    sum to 1 before they are multiplied by `scale`. `is_float32`: logits are computed in float32.
+    "sigmoid". `normalizes`: weights sum to 1 before they are multiplied by `scale`. With
+    "softmax_chosen" the fields after `scores` have no effect except `has_bias` and `is_float32`.
+    `has_correction`: a buffer is added to the scores for the choice, but not for the weights.
+    `num_groups`: only experts of the best `num_chosen_groups` groups are chosen. `has_bias`: the
+    router has a bias. `is_float32`: logits are computed in float32.
     """
 
     num_experts: int
@@ -58,9 +60,10 @@ class RouterSpec:
 class MoeNames:
     """Names of a mixture's modules in checkpoints.
 
-    `shared_gate`: the projection whose sigmoid multiplies the shared expert. `gate`, `up`, `down`:
-    the matrices of an expert in saved directories. `is_transposed`: saved directories have stacks
-    instead, as live modules have, with in before out features and alternating gates and ups.
+    `shared`: the expert that all tokens use. `shared_gate`: the projection whose sigmoid multiplies
+    the shared expert; None for no such projection. `gate`, `up`, `down`: the matrices of an expert
+    in saved directories. `is_transposed`: saved directories have stacks instead, as live modules
+    do, with in features before out features, and gates and ups alternating.
     """
 
     router: str = "gate"
@@ -78,7 +81,8 @@ class MoeNames:
 class MoeSpec:
     """Sizes and variants of a MixtureOfExperts.
 
-    `moe_index`: its index among the model's mixtures.
+    `moe_index`: its index among the model's mixtures. `shared`: the expert of all tokens; None for
+    none.
     """
 
     moe_index: int
@@ -91,7 +95,7 @@ class MoeSpec:
 
 
 class Router(nn.Module):
-    """Scores all experts for each token and chooses among them."""
+    """A projection that scores all experts for each token, and chooses the token's experts."""
 
     def __init__(
         self, hidden_size: int, spec: RouterSpec, *, dtype: torch.dtype, device: torch.device
@@ -103,7 +107,8 @@ class Router(nn.Module):
         self.bias = empty_parameter(num_experts, dtype=dtype, device=device) if has_bias else None
 
     def forward(self, x_TE: Tensor, correction_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return ids [T, K] int64 and weights [T, K] float32 of each token's experts."""
+        """Return ids [T, K] int64 and weights [T, K] float32 of each token's experts.
+        `correction_N`: added to the scores for the choice; None for none."""
         spec = self.spec
         logits_TN = self._logits(x_TE)
         if spec.scores == "softmax_chosen":
@@ -121,14 +126,15 @@ class Router(nn.Module):
         return ids_TK, weights_TK if spec.scale == 1.0 else weights_TK * spec.scale
 
     def _logits(self, x_TE: Tensor) -> Tensor:
-        """Return the experts' logits in float32, whatever the product's dtype."""
+        """Return the experts' logits [T, N] in float32."""
         if not self.spec.is_float32:
             return F.linear(x_TE, self.weight, self.bias).float()
         bias_N = None if self.bias is None else self.bias.float()
         return F.linear(x_TE.float(), self.weight.float(), bias_N)
 
     def _in_best_groups(self, choice_TN: Tensor) -> Tensor:
-        """Return the scores, with -inf outside the groups whose two best scores sum to the most."""
+        """Return the scores with -inf outside the best groups. A group's rating is the sum of its
+        two best scores."""
         choice_TPM: Tensor = choice_TN.unflatten(1, (self.spec.num_groups, -1))
         ratings_TP = choice_TPM.topk(_BEST_OF_GROUP).values.sum(-1)
         chosen = ratings_TP.topk(self.spec.num_chosen_groups).indices
@@ -182,7 +188,8 @@ class Experts(nn.Module):
         )
 
     def own_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return each expert's index in the stacks; the number of stacked experts if not here."""
+        """Return each expert's index in this rank's stacks; for another rank's expert, the number
+        of experts in the stacks."""
         start, length, _ = self.kept
         if length == self.num_experts:
             return ids_TK
@@ -191,7 +198,7 @@ class Experts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The parameters, as `Ops.experts` takes them."""
+        """The parameters, in the form that `Ops.experts` takes."""
         parameters = dict(self.named_parameters())
         return ExpertWeights(
             gate_up_NGE=parameters["gate_up_proj"],
@@ -204,7 +211,7 @@ class Experts(nn.Module):
 
 
 class MoeParts(NamedTuple):
-    """The modules of a mixture, which are also its attributes under a checkpoint's names."""
+    """The submodules of a mixture. It also has each as an attribute under a checkpoint's name."""
 
     router: Router
     experts: Experts
@@ -215,8 +222,8 @@ class MoeParts(NamedTuple):
 class MixtureOfExperts(BackendLayer):
     """Each token's chosen experts, weighted and summed, plus the shared expert of all tokens.
 
-    Under tensor parallelism each rank has some experts and all of the router, and the ranks'
-    outputs must be summed.
+    Under tensor parallelism each rank has the whole router and some experts, and the caller must
+    sum the outputs over the ranks.
     """
 
     weights: ExpertWeights
@@ -258,7 +265,7 @@ class MixtureOfExperts(BackendLayer):
         self.weights = self.parts.experts.weights
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return [T, E]. Writes the chosen experts to `batch.routing_TLK`, unless it is None."""
+        """Return the output, [T, E]. Writes the experts to `batch.routing_TLK` if it is given."""
         router, experts, shared, shared_gate = self.parts
         correction_N = getattr(self._corrected, CORRECTION, None)
         ids_TK, weights_TK = router(x_TE, correction_N)

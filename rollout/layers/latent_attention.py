@@ -1,9 +1,10 @@
 """LatentAttention: multi-head latent attention, computed on the latents that the KV cache keeps.
 
-Used by the decoder's layers of DeepSeek-like families (rollout/models/decoder.py). A forward pass
-writes only the KV cache, through the attention backend. Shape letters: T tokens, E hidden size, H
-heads, R latent rank, N dims of a head without a position, P dims that the rope rotates, D = R + P
-cached dims, V value dims of a head.
+Used for families like DeepSeek by `rollout.models.decoder`, which runs it, by `rollout.models.spec`
+and `rollout.models.layout`, which make its specs, and by `rollout.models.causal_lm`, which finds
+its HeadProjections. A forward pass writes only the KV cache, through the attention backend. Shape
+letters: T tokens, E hidden size, H heads, R latent rank, N dims of a head that are not rotated, P
+dims that the rope rotates, D = R + P cached dims, V value dims of a head.
 Source: DeepSeek-AI 2024, "DeepSeek-V2", sec. 2.1 and appendix C.
 """
 
@@ -29,10 +30,10 @@ LATENT_NORM_EPS = 1e-6  # in all published models, whatever the eps of their oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDims:
-    """Sizes of latent attention, by the names of Hugging Face configs.
+    """Sizes of latent attention, under the names that Hugging Face configs use.
 
-    `q_lora_rank`: None if queries are projected directly from the hidden state. Raises ModelError
-    for a size that is not a positive integer and for an odd `qk_rope_head_dim`.
+    `q_lora_rank`: None if queries are projected directly from the hidden state. The constructor
+    raises ModelError for a size that is not a positive integer and for an odd `qk_rope_head_dim`.
     """
 
     q_lora_rank: int | None
@@ -53,12 +54,12 @@ class LatentDims:
 
     @property
     def query_dim(self) -> int:
-        """Dims of a query head as projected, before its N dims are projected onto the latent."""
+        """Dims N + P of a projected query head, before its N dims are mapped to the latent's R."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_dim(self) -> int:
-        """Numbers that the cache keeps per token: the latent, and the key that all heads share."""
+        """Dims D that the cache keeps per token: the latent, and the rotated key of all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
@@ -73,10 +74,10 @@ class LatentAttentionSpec(AttentionLayerSpec):
 
 
 class HeadProjections(BackendLayer):
-    """`kv_b_proj`: the matrix that would make keys and values of H heads from a latent.
+    """The weight `kv_b_proj`, [H (N + V), R], which expands a latent to keys and values of H heads.
 
-    Its weight is [H (N + V), R]. Keys and values are never made: its key part is applied to
-    queries, and its value part to weighted sums of latents.
+    LatentAttention never expands latents: it applies the key part of the weight to queries, and the
+    value part to weighted sums of latents.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class HeadProjections(BackendLayer):
         device: torch.device,
         kept: Range | None = None,
     ) -> None:
-        """`kept`: heads that this rank has; None for all `num_heads`."""
+        """`kept`: the heads that this rank has; None for all `num_heads`."""
         super().__init__()
         kept = kept or Range(0, num_heads)
         self.split = [dims.qk_nope_head_dim, dims.v_head_dim]
@@ -106,9 +107,10 @@ class HeadProjections(BackendLayer):
 class LatentAttention(AttentionLayer):
     """Multi-head latent attention.
 
-    The cache keeps one head of D dims for each token: the normed latent, whose R dims are the value
-    as well, and the rotated key. The N dims of a query are projected onto the latent: scores are
-    the ones that keys of N + P dims would give. A rank has some heads; all ranks have all latents.
+    The cache keeps one head of D dims per token: the normed latent of R dims, and the rotated key
+    of P dims. All query heads use it as their key, and its latent as their value. The N dims of a
+    query are mapped to R dims, so that its scores equal those with expanded keys of N + P dims. A
+    rank has some query heads; all ranks cache the same latents.
     """
 
     def __init__(
@@ -152,7 +154,8 @@ class LatentAttention(AttentionLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """Return queries projected onto latents, the cached key, and the latent in it, rotated."""
+        """Return queries mapped to D dims, the key to cache, its latent part as the value, and
+        None: queries and keys are rotated already."""
         dims = self.spec.dims
         query, cached_TD = self.input(x_TE).split(self.input_split, dim=1)
         if self.q_b is not None and self.q_a_layernorm is not None:
@@ -170,7 +173,7 @@ class LatentAttention(AttentionLayer):
         return q_THD, k_T1D, k_T1D[..., : dims.kv_lora_rank], None
 
     def _values(self, context_THD: Tensor) -> Tensor:
-        """Return the value of each head, [T, H, V], given its weighted sum of latents."""
+        """Return each head's output, [T, H, V], given its weighted sum of latents."""
         _, values_HVR = self.kv_b_proj.parts()
         context_HTV = torch.bmm(context_THD.transpose(0, 1), values_HVR.transpose(1, 2))
         return context_HTV.transpose(0, 1)

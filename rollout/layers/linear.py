@@ -1,7 +1,8 @@
 """Linear: one or several projections of the same input, fused into one matrix.
 
-Used by all layers with matrix products and by the language-model head. Weight updates call its
-`stage`, `refresh` and `restore`; a forward pass changes nothing.
+Used by all layers with matrix products except Router, by the language-model head of
+`rollout.models.causal_lm`, and by `rollout.models.weight_names`, which asks for slots. Weight
+updates call its `stage`, `refresh` and `restore`; a forward pass changes nothing.
 
 Shape letters: T tokens, K in features, N out features of all parts together.
 """
@@ -26,10 +27,10 @@ NO_CUTS: Mapping[str, Sequence[Range]] = MappingProxyType({})
 class Linear(BackendLayer):
     """y_TN = x_TK @ weight.T + bias_N, where the rows of `weight`, [N, K], belong to named parts.
 
-    Fusing saves operators: query, key and value become one matrix product. The parts keep the names
-    they have in a checkpoint, and `weight_slots` has a slot for each. `parts` maps each name to the
-    number of its rows on this rank. A backend may pack `weight` in the weight's own memory: the
-    tensor then has another shape, and `repacked` reads and writes its rows.
+    Fusing saves products: query, key and value become one. The parts keep the names that they have
+    in a checkpoint, and `weight_slots` has a slot for each. `parts` maps each name to the number of
+    its rows on this rank. A backend may repack `weight` in the weight's own memory: the tensor then
+    has another shape, and `repacked` reads and writes its rows.
     """
 
     def __init__(
@@ -45,11 +46,10 @@ class Linear(BackendLayer):
         columns: Range | None = None,
         adds_bias: bool = True,
     ) -> None:
-        """`parts`: names to out features, in row order. `tied_weight`: shared with another layer.
-
-        `rows`: the rows that this rank keeps of some parts. `columns`: the columns that it keeps of
-        all parts; the ranks' products must then be summed, and only one rank `adds_bias`.
-        """
+        """`parts`: out features by name, in row order. `tied_weight`: another layer's parameter to
+        share; None for an own one. `rows`: by part, the rows that this rank keeps; all if not
+        named. `columns`: the columns that it keeps of all parts, None for all. With `columns` the
+        caller must sum the products over the ranks, and one rank alone has `adds_bias`."""
         super().__init__()
         self.parts, self.adds_bias = dict(parts), adds_bias
         for part, size in parts.items():
@@ -67,7 +67,7 @@ class Linear(BackendLayer):
         self.weight = tied_weight
         self.bias = empty_parameter(num_rows, dtype=dtype, device=device) if bias else None
         self.handle: Any = None
-        self._slots: dict[str, WeightSlot] = {}  # made once: slots follow their memory
+        self._slots: dict[str, WeightSlot] = {}  # made once: slots stay valid when memory moves
 
     def bind(self, backend: Backend) -> None:
         if self.repacked is not None:
@@ -77,34 +77,34 @@ class Linear(BackendLayer):
         self.handle = backend.ops.prepare_linear(self.weight, bias, may_repack=True)
 
     def stage(self, weights: Sequence[Tensor]) -> Any:
-        """Pack new weights, one tensor per part in order, for `refresh`. The layer is unchanged."""
+        """Pack new weights, one tensor per part in order. Returns what `refresh` takes. The layer
+        does not change."""
         return self.ops.stage(self.handle, weights)
 
     def refresh(self, staged: Any = None) -> None:
-        """Bring the backend's handle up to date after the weight was changed in place.
-
-        `staged`: what `stage` returned for the new values.
-        """
+        """Update the backend's packed copy after the weight was changed in place. `staged`: what
+        `stage` returned for the new values; None packs them now."""
         self.ops.refresh(self.handle, staged)
 
     def release_packed(self) -> None:
-        """Drop the backend's packed copy; `refresh` packs again."""
+        """Drop the backend's packed copy. `refresh` packs again."""
         self.ops.release(self.handle)
 
     @property
     def packed(self) -> Any:
-        """The backend's packed copy, if the weight can be restored from it; else None."""
+        """The backend's packed copy; None if the weight cannot be restored from one."""
         return self.ops.packed(self.handle)
 
     @property
     def repacked(self) -> RepackedWeight | None:
-        """Access to the weight if the backend has packed it in its own memory; else None."""
+        """Access to the weight's rows if the backend has repacked it in its memory; else None."""
         return None if self.handle is None else self.ops.repacked(self.handle)
 
     def restore(self, packed: Any, staged: Any) -> None:
-        """Undo `refresh(staged)`. `packed` is the value of that property from before.
+        """Undo `refresh(staged)`. `packed`: the value of the property `packed` before it.
 
-        If nothing is packed, the caller has restored the weight's values itself.
+        If `packed` is None and the weight is not repacked, the caller must have restored the
+        weight's values before.
         """
         if self.repacked is not None:
             self.repacked.undo(staged)
@@ -116,7 +116,7 @@ class Linear(BackendLayer):
         return self.ops.linear(x_TK, self.handle)
 
     def float32(self, x_TK: Tensor) -> Tensor:
-        """Return the product in float32, not rounded to x's dtype if the device can avoid it."""
+        """Return the product in float32, without rounding to x's dtype if the device can."""
         return self.ops.linear_float32(x_TK, self.handle)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

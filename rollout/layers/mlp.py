@@ -1,6 +1,7 @@
 """GatedMLP: the gated feed-forward network down(activation(gate(x)) * up(x)).
 
-Used by the decoder's layers (rollout/models/decoder.py) and as the shared expert of a mixture.
+Used by `rollout.models.decoder`, as the shared expert in `rollout.layers.experts`, and by
+`rollout.models.layout`, which makes its spec. A forward pass changes nothing.
 Source: Shazeer 2020, "GLU Variants Improve Transformer". Shape letters: T tokens, E hidden size.
 """
 
@@ -33,7 +34,8 @@ class MlpSpec:
 class GatedMLP(BackendLayer):
     """The gated feed-forward network, with gate and up fused into one projection.
 
-    Under tensor parallelism each rank has some columns, and the ranks' outputs must be summed.
+    Under tensor parallelism each rank has some of the intermediate columns, and the caller must sum
+    the outputs over the ranks.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm, alone or fused with the addition to the residual stream.
 
-Used by the attention layers and the decoder (rollout/models/decoder.py). A forward pass changes
-nothing.
+Used by `rollout.layers.attention`, `rollout.layers.latent_attention` and `rollout.models.decoder`.
+A forward pass changes nothing.
 
 Sources: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; Ba et al. 2016, "Layer
 Normalization".
@@ -22,9 +22,9 @@ class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
     `offset` is added to the weight, in float32 (Gemma stores weights minus 1). `rounds_first`: the
-    family's trainers also round to x's dtype before the product with the weight; this layer does
-    so if its backend has `rounds_like_trainers`. `kept`: the dims that this rank has of rows that
-    the ranks share; see `norm_cut_rows`.
+    family's trainers round to x's dtype before the product with the weight; this layer does so too
+    if its backend has `rounds_like_trainers`. `kept`: the dims that this rank has if rows are split
+    over the ranks, see `norm_cut_rows`; None for all dims.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RMSNorm(BackendLayer):
         return self.weight.float() + self.offset if self.offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed `x`, which may be a strided view of a fused projection."""
+        """Return `x` normed. `x` may be a strided view of a fused projection."""
         return self.ops.rms_norm(x, self.scale, self.eps, rounds_first=self.rounds_first)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,10 @@ class RMSNorm(BackendLayer):
 
 
 def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> list[Tensor]:
-    """Norm rows that are split over the ranks, given this rank's parts [T, H, D].
+    """Return this rank's parts of normed rows that are split over the ranks. Each of `rows` is an
+    RMSNorm and this rank's part of the rows, [T, H, D].
 
-    The mean squares span all ranks, by one all-reduce. A part that several ranks have counts once.
+    One all-reduce sums the squares of all ranks. A part that several ranks have counts once.
     """
     sums_TN = torch.stack(
         [x_THD.float().square().sum((1, 2)) * norm.is_counted for norm, x_THD in rows], dim=1

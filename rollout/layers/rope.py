@@ -1,7 +1,8 @@
 """Rotary position embedding: RopeSpec, its frequencies, and RotaryTable of cosines and sines.
 
-Used by CausalLM, which owns the tables, and by attention, which reorders heads. Shape letters: T
-tokens, P positions, D head dim, F frequencies (half of the rotated dims).
+Used by CausalLM, which owns the tables, by the attention layers, which reorder heads, and by
+`rollout.models` to read a RopeSpec from configs. Shape letters: T tokens, P positions, D head dim,
+F frequencies (half of the rotated dims).
 Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; Ding et al. 2024, "LongRoPE"; the
 Llama 3.1 release.
 """
@@ -24,9 +25,9 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 class RopeSpec:
     """How positions become angles. Fields that `kind` does not use keep their defaults.
 
-    `factor`: by how much the context was stretched beyond `original_max_positions`. `partial`: the
-    share of a head's dims that is rotated, its first ones, in pairs (i, i + half of them), or (2i,
-    2i + 1) if `is_interleaved`. Raises ModelError for values that give no angles.
+    `factor`: ratio of the stretched context to the original one. `partial`: share of a head's dims
+    that is rotated; these are its first R dims, in pairs (i, i + R / 2), or (2i, 2i + 1) if
+    `is_interleaved`. The constructor raises ModelError for values that give no angles.
     """
 
     theta: float = 10_000.0
@@ -73,7 +74,8 @@ class RopeSpec:
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """Return 0.1 w ln(factor) + 1, by which queries and keys grow. Source: YaRN, sec. 3.4."""
+    """Return the factor of queries and keys, 0.1 weight ln(factor) + 1, or 1 if `factor` <= 1.
+    Source: YaRN, sec. 3.4."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -85,8 +87,8 @@ def rotary_dim(rope: RopeSpec, head_dim: int) -> int:
 def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Tensor | None:
     """Return the order of a head's dims, [D] int64, in which pairs (i, i + D / 2) are rotated.
 
-    None if the dims have this order already, or without a rope. Scores do not change when query and
-    key heads are reordered alike. Dims that are not rotated stand at the end of each half.
+    Returns None if the dims have this order already, or without a rope. Dims that are not rotated
+    come at the end of each half. Reordering queries and keys alike does not change their scores.
     """
     if rope is None:
         return None
@@ -101,10 +103,8 @@ def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Te
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position, [F] float32 on the CPU.
-
-    They are theta^(-2i / R) for R rotated dims, scaled as the rope's kind says.
-    """
+    """Return radians per position, [F] float32 on the CPU. They are theta^(-2i / R) for R rotated
+    dims, scaled as the rope's kind says."""
     num_dims = rotary_dim(rope, head_dim)
     exponents_F = torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims
     if rope.kind == "longrope":
@@ -123,20 +123,16 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
-    """Return 1 for waves that turn often within the original context, 0 for slow ones.
-
-    Linear in the frequency in between.
-    """
+    """Return each frequency's weight without scaling, [F]: 1 for frequencies with many turns within
+    the original context, 0 for few turns, and linear in the frequency between."""
     turns_F = rope.original_max_positions * frequencies_F / (2 * math.pi)
     share_F = (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return share_F.clamp(0, 1)
 
 
 def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
-    """As `_llama3_unscaled_share`, but linear in the frequency's index.
-
-    Source: YaRN, sec. 3.2 and appendix A.2.
-    """
+    """Return the same as `_llama3_unscaled_share`, but linear in the frequency's index. Source:
+    YaRN, sec. 3.2 and appendix A.2."""
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)
@@ -155,8 +151,8 @@ def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
 class RotaryTable(nn.Module):
     """Cosine and sine of every position up to a length that grows on demand, in float32.
 
-    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` takes them; dims that are
-    not rotated have cosine 1 and sine 0. Heads must have the order of `head_order`. Growing
+    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` takes them. Dims that are
+    not rotated have cosine 1 and sine 0. Heads must have the dim order of `head_order`. Growing
     replaces the buffers: reserve the longest sequence before capturing a graph that reads them.
     """
 
@@ -176,11 +172,11 @@ class RotaryTable(nn.Module):
         return self.cos_PD.shape[0]
 
     def reserve(self, num_positions: int) -> None:
-        """Make the table cover `num_positions`; growing at least doubles it."""
+        """Make the table cover `num_positions`. If it must grow, it at least doubles."""
         if num_positions <= self.num_positions:
             return
         num_positions = max(num_positions, 2 * self.num_positions)
-        # float32 angles made on the CPU: the numbers that a trainer's transformers model uses.
+        # float32 angles made on the CPU have the same values as in a trainer's transformers model.
         positions_P = torch.arange(num_positions, dtype=torch.float32)
         angles_PF = torch.outer(positions_P, inverse_frequencies(self.rope, self.head_dim))
         num_resting = self.head_dim // 2 - angles_PF.shape[1]
@@ -192,5 +188,5 @@ class RotaryTable(nn.Module):
         self.sin_PD = torch.cat((sin_PH, sin_PH), dim=1).to(device)
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos_TD and sin_TD of positions that have been reserved."""
+        """Return cos_TD and sin_TD of `positions_T`, which must be reserved."""
         return self.cos_PD.index_select(0, positions_T), self.sin_PD.index_select(0, positions_T)

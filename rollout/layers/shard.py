@@ -1,7 +1,8 @@
 """Shard and Cut: which part of a model, and of each weight, a tensor-parallel rank keeps.
 
-Used by the layers when they are built, and by loading, weight updates and fingerprints to map
-between a whole weight and this rank's part. Immutable values.
+Used by the layers and `rollout.models` when a model is built and loaded, and by
+`rollout.weights.fingerprints` and `rollout.weights.lora_merge`, to map between a whole weight and
+this rank's part. Immutable values.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from rollout.backends.ops.fingerprint import Places
 
 
 class Range(NamedTuple):
-    """Items [start, start + length).
+    """Items [start, start + length) of a dimension or of a list of heads or experts.
 
-    `is_counted`: False if a lower rank has the same items, so that sums over ranks skip these.
+    `is_counted`: False if a lower rank has the same items, so that sums over ranks skip this range.
     """
 
     start: int
@@ -29,27 +30,25 @@ class Range(NamedTuple):
     is_counted: bool = True
 
     def of_width(self, width: int, *, after: int = 0) -> Range:
-        """Return the range in units: each item has `width` units, and `after` units come first."""
+        """Return the range in units, if each item has `width` units and `after` units precede."""
         return Range(after + self.start * width, self.length * width, self.is_counted)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of the `size` ranks that share a model. A single rank keeps all of it."""
+    """Rank `rank` of the `size` ranks that share a model. A single rank keeps the whole model."""
 
     rank: int = 0
     size: int = 1
 
     def range_of(self, num_items: int) -> Range:
-        """Return this rank's share of `num_items`; the ranks' shares differ by at most one item."""
+        """Return this rank's share of `num_items`. Shares differ by at most one item in length."""
         start, end = (num_items * rank // self.size for rank in (self.rank, self.rank + 1))
         return Range(start, end - start)
 
     def kv_heads_of(self, num_kv_heads: int) -> Range:
-        """Return the KV heads that this rank's query heads read.
-
-        With fewer KV heads than ranks, several ranks have the same one.
-        """
+        """Return the KV heads that this rank's query heads read. With fewer KV heads than ranks,
+        several ranks read the same one."""
         if num_kv_heads >= self.size:
             return self.range_of(num_kv_heads)
         is_first = self.rank * num_kv_heads % self.size == 0
@@ -74,17 +73,16 @@ class Cut:
         return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the kept part of `whole`; a view if it is one range."""
+        """Return the kept part of the whole weight; a view if it is one range or none, else a
+        copy."""
         parts = [whole.narrow(self.dim, each.start, each.length) for each in self.ranges]
         if not parts:
             return whole.narrow(self.dim, 0, 0)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def rows_of(self, rows: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the kept parts of `rows`, which start at `first_row` of the whole weight.
-
-        Each comes as (its first row in the kept part, its values).
-        """
+        """Yield the kept parts of `rows`, whose first is row `first_row` of the whole weight.
+        Yields pairs: first row of the values within the kept part, and the values."""
         if self.dim:
             yield first_row, self.of(rows)
             return
@@ -95,10 +93,8 @@ class Cut:
                 yield place + first - each.start, rows[first - first_row : end - first_row]
 
     def counted_parts(self, kept: Tensor) -> Iterator[tuple[Tensor, Places]]:
-        """Yield the ranges of `kept` that count for the whole weight's fingerprint.
-
-        Each comes with the places of its elements in the whole weight.
-        """
+        """Yield the ranges of the kept part that count for the whole weight's fingerprint. Yields
+        pairs: the values, and the places of these elements in the whole weight."""
         inner = math.prod(self.shape[self.dim + 1 :])
         for each, place in zip(self.ranges, self._places(), strict=True):
             if each.is_counted:
@@ -117,7 +113,8 @@ class Cut:
 
 
 def cut_to(ranges: Iterable[Range], shape: tuple[int, ...], dim: int = 0) -> Cut | None:
-    """Return the cut of a weight of `shape` to these ranges; None if every rank keeps all of it."""
+    """Return the cut of a weight of `shape` to these ranges of `dim`; None if they are all of it
+    and all counted."""
     ranges = tuple(ranges)
     is_whole = all(each.is_counted for each in ranges)
     is_whole = is_whole and sum(each.length for each in ranges) == shape[dim]

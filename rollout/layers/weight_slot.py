@@ -1,7 +1,8 @@
 """WeightSlot: access to one weight of a checkpoint, in whatever form a model keeps it.
 
-Layers make the slots. Loading, weight updates, fingerprints and saving read and write weights
-through them, under the names that checkpoints have.
+Layers and `rollout.models.weight_names` make the slots, by the names of checkpoints. CausalLM and
+`rollout.models.weights` load and save weights through them; `rollout.weights` stages, commits,
+fingerprints and offloads weights.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ WHOLE: Index = ()
 
 
 class WeightSlot(Protocol):
-    """Reads and writes one weight.
+    """Access to the values of one weight, which looks up its memory at each use: a slot stays valid
+    when parameters move or are repacked.
 
-    `shape` is the whole weight's shape. Under tensor parallelism a rank may keep only a part: `cut`
-    says which, and `read` and `write` handle this part's values; None if all of it is here.
-    `address` is the weight's first byte in memory, 0 while the memory is released: slots with equal
-    addresses are tied. A slot looks up its memory at each use, so it stays valid when parameters
-    move or are repacked. `is_repacked`: a backend has packed the weight in its own memory.
+    `shape`: shape of the whole weight. `cut`: the part that this rank keeps under tensor
+    parallelism, to which `read` and `write` then apply; None if this rank keeps all of it.
+    `address`: the weight's first byte in memory, 0 while the memory is released; slots with equal
+    addresses are tied weights. `is_repacked`: whether a backend has packed the weight in the
+    weight's own memory.
     """
 
     @property
@@ -46,23 +48,24 @@ class WeightSlot(Protocol):
     def cut(self) -> Cut | None: ...
 
     def read(self) -> Tensor:
-        """Return the values: a copy, or a view of the memory that must not be written."""
+        """Return the values: a copy, or a view that the caller must not write."""
         ...
 
     def read_into(self, rows: Tensor, first_row: int = 0) -> None:
-        """Fill `rows` with the weight's rows from `first_row` on, without copying the others."""
+        """Copy the weight's rows from `first_row` on into `rows`, as many as `rows` has."""
         ...
 
     def write(self, values: Tensor, first_row: int = 0) -> None:
-        """Replace the rows from `first_row` on, in place; `values` are cast."""
+        """Replace the rows from `first_row` on by `values`, in place. Values are cast."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightAlias:
-    """Another name under which weights may arrive: a tensor of `shape` that holds one or several.
+    """A tensor that an update may contain in place of one or several weights.
 
-    `parts`: each weight's name, and its index in the tensor. Together they fill the tensor.
+    `shape`: shape of the tensor. `parts`: each weight's index in it, by the weight's name. Together
+    they fill the tensor.
     """
 
     shape: torch.Size
@@ -75,7 +78,7 @@ def part_of(tensor: Tensor, index: Index) -> Tensor:
 
 
 class RowsOwner(Protocol):
-    """A layer with a matrix that a backend may pack in its own memory."""
+    """A layer with a matrix that a backend may repack in the matrix's own memory."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -85,7 +88,7 @@ class RowsOwner(Protocol):
 
 
 class RowsSlot:
-    """The slot of rows [start, end) of a layer's matrix, whether it is packed now or not."""
+    """The slot of rows [start, end) of a layer's matrix, which may be repacked at any time."""
 
     __slots__ = ("_end", "_owner", "_start", "shape")
     cut = None
@@ -127,7 +130,7 @@ class RowsSlot:
 
 
 class TensorSlot:
-    """The slot of a weight that is a tensor, or the contiguous part of one at `index`."""
+    """The slot of a weight that is a tensor, or the contiguous part of a tensor at `index`."""
 
     __slots__ = ("_index", "_offset", "_tensor", "shape")
     is_repacked = False
@@ -167,9 +170,9 @@ class TensorSlot:
 class ReorderedSlot:
     """The slot of a stack whose rows or columns a checkpoint has in another order.
 
-    Each entry of the stack is a matrix or a vector whose rows form two halves. With `alternate`,
-    the checkpoint has the first row of both halves, then the second row of both, and so on. With
-    `is_transposed` it has the transpose of that.
+    Each entry of the stack is a matrix or a vector. `alternate`: its rows form two halves, and the
+    checkpoint has the first row of both halves, then the second row of both, and so on.
+    `is_transposed`: the checkpoint has the transpose of each entry in that order.
     """
 
     __slots__ = ("_alternate", "_is_transposed", "_stack", "shape")
@@ -212,7 +215,7 @@ class ReorderedSlot:
 
 
 class RepackedSlot:
-    """The slot of rows [start, end) of a matrix that a backend has packed in its own memory."""
+    """The slot of rows [start, end) of a matrix that a backend has repacked."""
 
     __slots__ = ("_end", "_repacked", "_start")
     is_repacked = True
@@ -245,7 +248,7 @@ class RepackedSlot:
 
 
 class CutSlot:
-    """The slot of a weight that this rank keeps in part. `kept`: the slot of the part."""
+    """The slot of a weight of which this rank keeps a part. `kept`: the slot of this part."""
 
     __slots__ = ("_kept", "cut")
 
@@ -279,10 +282,8 @@ class CutSlot:
 
 
 class AbsentSlot:
-    """The slot of a weight that only other ranks have, such as another rank's expert.
-
-    Its address is a unique negative number.
-    """
+    """The slot of a weight that only another rank has, such as its expert. It has no values: `read`
+    returns 0 rows. Its address is a unique negative number."""
 
     __slots__ = ("cut", "dtype", "shape")
     is_repacked = False
@@ -306,17 +307,19 @@ class AbsentSlot:
 
 
 def slot_of(kept: WeightSlot, cut: Cut | None) -> WeightSlot:
-    """Return the slot of a weight, given the slot of this rank's part; `cut` None: all of it."""
+    """Return the slot of a weight, given the slot of this rank's part. `cut`: the part; None if it
+    is the whole weight."""
     return kept if cut is None else CutSlot(kept, cut)
 
 
 def kept_of(slot: WeightSlot, whole: Tensor) -> Tensor:
-    """Return the part of a whole weight's values that `slot` keeps; a view if it is one range."""
+    """Return the part of a whole weight's values that `slot` keeps; a copy if it has several
+    ranges, else a view."""
     return whole if slot.cut is None else slot.cut.of(whole)
 
 
 def write_rows(slot: WeightSlot, rows: Tensor, first_row: int) -> None:
-    """Write the kept part of `rows`, which start at `first_row` of the slot's whole weight."""
+    """Write the kept part of `rows`, whose first is row `first_row` of the slot's whole weight."""
     if slot.cut is None:
         slot.write(rows, first_row)
         return

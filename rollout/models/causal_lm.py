@@ -1,7 +1,9 @@
 """CausalLM: the model that an engine runs, with its weights addressable by Hugging Face names.
 
-Used by ModelRunner for steps and by ServedWeights, which alone writes to its weights. Shape
-letters: L logit rows, E hidden size, V vocabulary.
+`rollout.models.checkpoints.loading` builds and fills it, `rollout.worker.loading` prepares it, and
+ModelRunner runs it. The modules of `rollout.weights` update its weights, and
+`rollout.serve.control.announcement` reads its weight table. Shape letters: L logit rows, E hidden
+size, V vocabulary, P vocabulary ids of one rank.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from rollout.models.weights import WeightTable
 from rollout.parallel.collectives import Collectives
 
 INIT_STD = 0.02
-_DRAWN_AT_ONCE = 1 << 20  # values of random weights, so that no second copy of a weight is made
+_DRAWN_AT_ONCE = 1 << 20  # random values; bounds the temporary memory
 
 
 class CausalLM(nn.Module):
     """A decoder with its language-model head, for inference: no parameter has a gradient.
 
-    Life: build (weights undefined), fill through `weight_slots`, `prepare`, then run. After an
-    in-place change of weights call `refresh`.
+    A new model has undefined weights. Fill them through `weight_slots`, call `prepare`, then run
+    it. After an in-place change of weights call `refresh`.
     """
 
     attention: AttentionBackend
@@ -77,14 +79,17 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> CausalLM:
-        """Return a model whose weights `randomize` has drawn. They are the same on every device."""
+        """Return a model with the weights that `randomize` draws, equal on every device. `dtype`
+        None means the spec's dtype."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
         model.randomize(seed)
         return model
 
     def randomize(self, seed: int) -> None:
-        """Draw all weights, on the host in float32: matrices of standard deviation 0.02, norms
-        that multiply by 1, biases, corrections and sinks 0.
+        """Overwrite all weights with random values, drawn on the host in float32.
+
+        Matrices have a standard deviation of 0.02, norms multiply by 1, and biases, router
+        corrections and attention sinks are 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, slot in self.weight_slots().items():
@@ -101,9 +106,11 @@ class CausalLM(nn.Module):
                     write_rows(slot, drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
-        """Bind the backend into every layer. The weights must be there: products may pack them, and
-        those that one packed product serves alone in their own memory. Raises ModelError where the
-        backend's group is not the one that the spec was cut for.
+        """Bind the backend into every layer and let it choose matrix products.
+
+        The weights must be filled before: products may pack copies of them, or pack a weight in its
+        own memory. Raises ModelError unless the backend has the rank and group size of the spec's
+        `shard`.
         """
         shard, group = self.spec.shard, backend.collectives
         if (shard.rank, shard.size) != (group.rank, group.size):
@@ -129,13 +136,14 @@ class CausalLM(nn.Module):
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Make the rotary tables this long now, as graph capture needs; they grow on demand."""
+        """Make the rotary tables at least this long. Graph capture needs that in advance; otherwise
+        `forward` lets them grow."""
         for table in self.rotary:
             table.reserve(num_positions)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return the final-normed hidden states of `batch.logit_indices_L`, [L, E]. Writes the KV
-        cache."""
+        """Return the hidden states of `batch.logit_indices_L` after the final norm, [L, E]. Writes
+        the KV cache. Raises ModelError before `prepare`."""
         self._require_prepared()
         num_positions = batch.block_tables_RM.shape[1] * batch.block_size
         if any(num_positions > table.num_positions for table in self.rotary):
@@ -150,7 +158,8 @@ class CausalLM(nn.Module):
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Return the logits in float32, [L, V], on all ranks of a group."""
+        """Return the float32 logits of all ids, [L, V], on every rank. Raises ModelError before
+        `prepare`."""
         self._require_prepared()
         spec = self.spec
         logits_LV: Tensor = self.lm_head.float32(hidden_LE)
@@ -161,7 +170,7 @@ class CausalLM(nn.Module):
         return logits_LV if spec.shard.size == 1 else self._gathered(logits_LV)
 
     def _gathered(self, logits_LP: Tensor) -> Tensor:
-        """Gather the logits of all ids, [L, V], from the logits of P ids that each rank has."""
+        """Return the logits of all ids, [L, V], gathered from each rank's logits. A collective."""
         size, vocab_size = self.spec.shard.size, self.spec.vocab_size
         widths = [Shard(rank, size).range_of(vocab_size).length for rank in range(size)]
         if vocab_size % size == 0:
@@ -172,18 +181,17 @@ class CausalLM(nn.Module):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def weight_slots(self) -> Mapping[str, WeightSlot]:
-        """Return a slot for every weight, to read and write it, by its name in the family's saved
-        directories.
+        """Return a slot to read and write each weight, by its name in saved directories.
 
-        A rank of a group has slots of all weights, too. It keeps a part of the values, or none.
-        Tied weights appear under both names and have equal addresses. Persistent buffers are
-        weights, too. Call `refresh` after writes.
+        Persistent buffers are included. Tied weights appear under both names and have equal
+        addresses. A rank of a group has slots of all weights, but keeps only a part of a weight's
+        values, or none. Call `refresh` after writes.
         """
         return self.weight_table().slots
 
     def weight_table(self) -> WeightTable:
-        """Return the weight slots with the live module's names for them. Made once, because slots
-        follow their memory."""
+        """Return the weight slots, with the live module's names for them. The table is made once:
+        slots look up their memory at each use."""
         if self._table is None:
             spec = self.spec
             mtp_layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
@@ -196,21 +204,18 @@ class CausalLM(nn.Module):
         return self._table
 
     def read_weights(self) -> dict[str, Tensor]:
-        """Return the values of every weight by its Hugging Face name, as `WeightSlot.read` returns
-        them.
-
-        Raises ModelError on a rank of a group, which does not have all values.
-        """
+        """Return the values of every weight by its Hugging Face name, as `WeightSlot.read` does.
+        Raises ModelError on a rank of a group, which does not have all values."""
         if self.spec.shard.size > 1:
             raise ModelError(
-                f"rank {self.spec.shard.rank} of {self.spec.shard.size} keeps parts of the weights "
-                "only; read them from the model that was pushed or loaded"
+                f"rank {self.spec.shard.rank} of {self.spec.shard.size} keeps only parts of the "
+                "weights; read them from the model that was pushed or loaded"
             )
         return {name: slot.read() for name, slot in self.weight_slots().items()}
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that checkpoints hold, by name. Tables that the model computes are
-        left out."""
+        """Return the buffers that checkpoints hold, by their live names. Rotary tables are not
+        among them."""
         return {
             name: tensor
             for name, tensor in self.state_dict(keep_vars=True).items()
@@ -219,14 +224,15 @@ class CausalLM(nn.Module):
 
     @property
     def num_table_bytes(self) -> int:
-        """Bytes of all that the model keeps beside its parameters: rotary tables, buffers."""
+        """Bytes of the buffers and rotary tables, which the model keeps beside its parameters."""
         modules = (self, *self.rotary)
         return sum(buffer.nbytes for module in modules for buffer in module.buffers())
 
     def refresh(self, staged: Sequence[Any] | None = None) -> None:
-        """Let packed copies of the weights follow an in-place change.
+        """Bring packed copies of the weights up to date after an in-place change.
 
-        `staged` holds what each of `linear_layers` had staged for it.
+        `staged` has the result of `Linear.stage` for each of `linear_layers`, in order. If it is
+        None or empty, the layers pack their present weights.
         """
         self._require_prepared()
         layers = self.linear_layers().values()
@@ -234,21 +240,22 @@ class CausalLM(nn.Module):
             layer.refresh(prepared)
 
     def release_packed(self) -> None:
-        """Drop packed copies of the weights, until `refresh`. Repacked weights are no copies."""
+        """Drop packed copies of the weights; `refresh` makes them again. Weights that are packed in
+        their own memory stay."""
         self._require_prepared()
         for layer in self.linear_layers().values():
             layer.release_packed()
 
     def linear_layers(self) -> dict[str, Linear]:
-        """Return all linear layers by path, the head included, in the same order at every call."""
+        """Return all linear layers by path, with the head, in the same order at every call."""
         if self._linear_layers is None:
             linear = {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
             self._linear_layers = linear
         return self._linear_layers
 
     def linear_modules(self) -> set[str]:
-        """Return the names of the linear layers in checkpoints: each part of a fused layer, and the
-        projections that latent attention takes apart."""
+        """Return the checkpoint's names of all linear layers, which LoRA may target. Each part of a
+        fused layer has its own name. `kv_b_proj` of latent attention is included."""
         parts = {
             f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
             for path, layer in self.linear_layers().items()
@@ -257,8 +264,8 @@ class CausalLM(nn.Module):
         return parts | {p for p, m in self.named_modules() if isinstance(m, HeadProjections)}
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
-        """Return the sizes that the KV cache of this model needs. `dtype` None means the model's
-        own."""
+        """Return the sizes of this model's KV cache on this rank. `dtype` None means the model's
+        dtype."""
         latent = self.spec.latent
         return CacheSpec(
             num_layers=self.spec.num_layers,

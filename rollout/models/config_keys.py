@@ -1,8 +1,7 @@
-"""The keys of a config: which keys a family reads, and which values each may have. Used by
-ModelSpec.
+"""Checks of a Hugging Face config: which keys a family reads, and which values each may have.
 
-A key that a family does not read, and that may have an effect, is refused by name, unless its value
-is one with which transformers computes the same as without the key.
+Used by ModelSpec. A key that the family does not read is refused by name, unless it has no effect
+in inference, or has a value with which transformers computes the same as without the key.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rollout.models.config_values import (
 from rollout.models.family import Family, Key
 from rollout.models.quantization import quant_method_of
 
-# What ModelSpec reads in every family.
+# Keys that ModelSpec reads in every family.
 READ = frozenset(
     {
         *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
@@ -38,8 +37,8 @@ READ = frozenset(
         *("eos_token_id", "dtype", "torch_dtype"),
     }
 )
-# Without effect on the outputs of a model in inference, in every family: training, names, defaults
-# of sampling, how transformers computes, and what a forward pass returns besides logits.
+# Keys without effect on a model's logits in any family: training, names, sampling defaults, how
+# transformers computes, and what its forward pass returns besides logits.
 WITHOUT_EFFECT = frozenset(
     {
         *("model_type", "quantization_config"),  # read before all others
@@ -47,13 +46,7 @@ WITHOUT_EFFECT = frozenset(
         *("bos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "prefix"),
         "decoder_start_token_id",
         *("initializer_range", "use_cache", "attention_dropout", "hidden_dropout", "embd_pdrop"),
-        *(
-            "resid_pdrop",
-            "residual_dropout",
-            "attn_pdrop",
-            "pretraining_tp",
-            "cache_implementation",
-        ),
+        *("resid_pdrop", "residual_dropout", "attn_pdrop", "pretraining_tp"),
         *("use_bfloat16", "return_dict", "output_attentions", "output_hidden_states"),
         *("output_scores", "torchscript", "tie_last_hidden_states", "num_labels", "is_decoder"),
         *("return_dict_in_generate", "id2label", "label2id", "problem_type", "finetuning_task"),
@@ -67,14 +60,14 @@ WITHOUT_EFFECT = frozenset(
         *("unsloth_fixed", "unsloth_version", "experts_implementation", "is_llama_config"),
         *("transformers.js_config", "model_max_length", "cache_implementation"),
         *("_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset"),
-        "_model_name_or_path",  # of a model that transformers has read from a GGUF file
+        "_model_name_or_path",  # set by transformers for a model read from a GGUF file
         *("_attn_implementation_internal", "_experts_implementation", "_flash_attn_2_enabled"),
         *("_experts_implementation_internal", "_sliding_window_pattern"),
     }
 )
-# Of keys that a family does not read: the values with which transformers computes the same as
-# without the key. With another value it computes something else, or it ignores a setting that the
-# model was made with.
+# For keys that a family does not read: the values with which transformers computes the same as
+# without the key. With another value it computes something else, or ignores a setting with which
+# the model was trained.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "use_bidirectional_attention": (None, False),
@@ -160,12 +153,12 @@ KINDS: Mapping[str, Kind] = {
 
 
 def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the values of the keys that `family` reads. An absent key has the family's default.
+    """Return the values of the keys that `family` reads, with the family's default for absent keys.
 
-    A key with two names stands under its first one. As in transformers, a rope that is null counts
-    as absent.
-
-    Raises ModelError naming a key that the family does not know, or whose value it cannot use.
+    The value of a key's alias is returned under the key's name. As in transformers, a null
+    `rope_parameters` or `rope_scaling` counts as absent. Raises ModelError for a key that the
+    family does not know, for a value that it cannot use, for a key and its alias with different
+    values, and for a `quantization_config` that `quant_method_of` refuses.
     """
     quant_method_of(config)
     for key in sorted(config):
@@ -207,8 +200,8 @@ def _check(key: str, value: Any, family: Family) -> None:
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> str:
-    """Return our name of the config's gated activation. Raises ModelError for one that is not
-    supported."""
+    """Return ModelSpec's name of the config's activation; the family's first if it names none.
+    Raises ModelError for an activation that the family does not support."""
     key, names = family.activation_key, family.activations
     name = config.get(key, next(iter(names)))
     if name not in names:
@@ -217,8 +210,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> str:
 
 
 def activation_to_hf(activation: str, family: Family) -> str:
-    """Return transformers' name of the spec's activation. Raises ModelError where the family has
-    none."""
+    """Return transformers' name of `activation`, a name of ModelSpec. Raises ModelError if the
+    family does not support it."""
     names = [name for name, own in family.activations.items() if own == activation]
     if not names:
         raise ModelError(f"a {family.name!r} config cannot express activation={activation!r}")

@@ -1,7 +1,7 @@
-"""Kinds of values that keys of a config may have. Used by rollout/models/config_keys.py.
+"""Kinds of values that config keys may have, and checks of integers and numbers.
 
-JSON distinguishes true, 1 and 1.0, which Python's `==` takes for one value.
-"""
+Used by `rollout.models.config_keys` and `rollout.models.rope_config`. Bools are no numbers here:
+JSON tells true, 1 and 1.0 apart, although they are equal in Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value that a key may have. `name`: its name in errors."""
+    """A kind of value. `name` describes it in errors; `accepts` tests whether a value is one."""
 
     name: str
     accepts: Callable[[Any], bool]
@@ -28,12 +28,12 @@ class Kind:
 
 
 def is_integer(value: object, least: int = 0) -> TypeGuard[int]:
-    """Return whether `value` is an integer from `least` to `MAX_INTEGER`, and no bool."""
+    """Return whether `value` is an integer from `least` to `MAX_INTEGER`, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_INTEGER
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a number that a float can hold, and no bool."""
+    """Return whether `value` is a number within the range of a float, but not a bool."""
     is_bool = isinstance(value, bool)
     return isinstance(value, int | float) and not is_bool and -MAX_FLOAT <= value <= MAX_FLOAT
 

@@ -1,7 +1,8 @@
 """Decoder: token embedding, layers of residual branches and final norm, common to all families.
 
-Shape letters: T tokens, L kept tokens, E hidden size, D head dim. Attributes are named as in
-Hugging Face checkpoints, because the paths of modules are the names of their weights.
+CausalLM builds and calls it; a fused decoder gets its `parts`. Attributes are named as in Hugging
+Face checkpoints, because module paths give the names of weights. Shape letters: T tokens, L kept
+tokens, E hidden size, D head dim.
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ Mixer: TypeAlias = Attention | LatentAttention | GatedMLP | MixtureOfExperts
 
 
 class Embedding(BackendLayer):
-    """One learned vector per token id, times a multiplier in the dtype of the weights.
-
-    The ranks of a group have the vectors of some ids each.
-    """
+    """One learned vector per token id, times a multiplier in the dtype of the weights. Under tensor
+    parallelism each rank keeps the vectors of a range of ids."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Embedding(BackendLayer):
         )
         self.multiplier = torch.tensor(spec.embedding_multiplier, dtype=spec.dtype).item()
         self.is_part = spec.shard.size > 1
-        self.repacked: RepackedWeight | None = None  # as the head to which the weight is tied
+        self.repacked: RepackedWeight | None = None  # set if the tied head has repacked the weight
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         x_TE = self._of_all(token_ids_T) if self.is_part else self._vectors(token_ids_T)
@@ -58,37 +57,38 @@ class Embedding(BackendLayer):
         return nn.functional.embedding(rows_T, self.weight)
 
     def _of_all(self, token_ids_T: Tensor) -> Tensor:
-        """Look up the ids of all ranks: each rank has zeros for the others' ids, and the results
-        are summed."""
+        """Return the vectors of ids of all ranks. Each rank uses zeros for ids that it lacks, and
+        the ranks sum. A collective."""
         rows_T = token_ids_T - self.kept.start
         is_absent_T1 = ((rows_T < 0) | (rows_T >= self.kept.length)).unsqueeze(1)
         x_TE = self._vectors(rows_T.clamp(0, self.kept.length - 1))
         return self.collectives.all_reduce_(x_TE.masked_fill(is_absent_T1, 0.0))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return the slot of the only weight, by name: the rows that this rank keeps."""
+        """Return the slot of the weight's rows on this rank, under the name "weight"."""
         return {"weight": RowsSlot(self, 0, self.kept.length)}
 
 
 class Branch(NamedTuple):
-    """A residual branch of a layer, whose modules are the layer's own attributes.
+    """A residual branch of a layer. Its modules are also attributes of the layer.
 
-    Of a group, ranks add up the mixer's outputs, or the `total` of this branch and the one before;
-    None: the next branch's total has them.
+    `sums` says what tensor-parallel ranks sum after the mixer: "own" for its output, "total" for
+    the outputs of this branch and the one before, None if the next branch sums both.
     """
 
     norm_before: Norm | None
     mixer: Mixer
     norm_after: Norm | None
     is_parallel: bool
-    sums: str | None  # "own" or "total"
+    sums: str | None
 
 
 class DecoderLayer(BackendLayer):
-    """Residual branches one after the other, each around one mixer of tokens or of features.
+    """Residual branches in sequence, each around one mixer (attention, MLP or experts).
 
-    `(delta, residual)` is the stream between branches: what the last one has added to it is still
-    apart, so that the next norm adds and norms in one pass.
+    The residual stream is passed on as two tensors: `residual`, and `delta`, the last branch's
+    output, which is not added yet. The next norm adds and norms in one pass. `residual` is None
+    before the first layer.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DecoderLayer(BackendLayer):
         sums: str | None,
         device: torch.device,
     ) -> Branch:
-        """Make the branch's modules, under their names."""
+        """Return the branch, with its modules added to this layer under the checkpoint's names."""
         names = branch.names
         mixer = make_mixer(spec, index, branch.mixer, device)
         norms: list[Norm | None] = []
@@ -130,7 +130,8 @@ class DecoderLayer(BackendLayer):
         batch: ForwardBatch,
         kept_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return (delta, residual) of all tokens or, from the attention on, of the kept tokens."""
+        """Return `(delta, residual)` after this layer: for all tokens, or for the tokens `kept_L`.
+        The attention writes the KV cache for all tokens in either case."""
         x_TE = delta_TE
         for norm_before, mixer, norm_after, is_parallel, sums in self.branches:
             if not is_parallel:
@@ -158,8 +159,8 @@ class DecoderLayer(BackendLayer):
         return delta_TE, residual_TE
 
     def parts(self) -> DecoderLayerParts | None:
-        """Return the parts of this layer for a fused decoder; None unless it is attention followed
-        by an MLP."""
+        """Return this layer's weights for a fused decoder; None unless the layer is attention, but
+        not latent attention, followed by a gated MLP."""
         if len(self.branches) != 2:
             return None
         first, second = self.branches
@@ -183,7 +184,7 @@ class DecoderLayer(BackendLayer):
 
 
 class Decoder(nn.Module):
-    """Token ids to final-normed hidden states."""
+    """Embedding, layers and final norm: turns token ids into hidden states."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         super().__init__()
@@ -196,10 +197,10 @@ class Decoder(nn.Module):
         self.norm = make_norm(spec, device)
 
     def forward(self, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states [L, E] of `batch.logit_indices_L`.
+        """Return the hidden states of `batch.logit_indices_L` after the final norm, [L, E].
 
-        The last layer drops the other tokens after its attention, unless the experts of all tokens
-        are recorded.
+        The last layer drops the other tokens after its attention, unless the batch records the
+        experts of all tokens.
         """
         delta_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
         *layers, last_layer = self.layers
@@ -214,10 +215,8 @@ class Decoder(nn.Module):
         return self.norm.add(delta_LE, residual_LE)[0]
 
     def parts(self) -> DecoderParts | None:
-        """Return the parts of all layers for a fused decoder; None where it cannot run all layers.
-
-        The layers must be bound to a backend.
-        """
+        """Return all weights and constants for a fused decoder; None if a layer has no `parts`. The
+        layers must be bound to a backend."""
         layers = [layer.parts() for layer in self.layers if isinstance(layer, DecoderLayer)]
         parts = [layer for layer in layers if layer is not None]
         spec = self.spec
@@ -242,8 +241,7 @@ class Decoder(nn.Module):
         )
 
     def _share(self) -> DecoderShare:
-        """Return this rank's part of the model for a fused decoder. The heads of attention are in
-        `parts`."""
+        """Return this rank's range of ids and the sizes of whole projections, for `parts`."""
         spec, ids = self.spec, self.embed_tokens.kept
         return DecoderShare(
             collectives=self.embed_tokens.collectives,
@@ -256,7 +254,7 @@ class Decoder(nn.Module):
 
 
 def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torch.device) -> Mixer:
-    """Return the mixer that its spec describes."""
+    """Return the attention, MLP or mixture of experts that `mixer` describes."""
     kind: dict[str, Any] = {"dtype": spec.dtype, "device": device, "shard": spec.shard}
     if isinstance(mixer, AttentionSpec):
         return Attention(layer_index, spec.hidden_size, mixer, **kind)
@@ -268,7 +266,7 @@ def make_mixer(spec: ModelSpec, layer_index: int, mixer: MixerSpec, device: torc
 
 
 def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
-    """Return a norm of the model's kind over the hidden size."""
+    """Return a norm over the hidden size, a LayerNorm or RMSNorm as the spec says."""
     dim, eps = spec.hidden_size, spec.rms_norm_eps
     if spec.norm == "layer":
         return LayerNorm(dim, eps, dtype=spec.dtype, device=device)
@@ -283,7 +281,8 @@ def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
 
 
 def _sums_of(branches: Sequence[BranchNames]) -> list[str | None]:
-    """Return for each branch the value that ranks add up at its end; see `Branch.sums`."""
+    """Return `Branch.sums` for each branch: parallel branches without a norm after them are summed
+    together."""
     sums: list[str | None] = ["own"] * len(branches)
     for index, branch in enumerate(branches[1:], start=1):
         before = branches[index - 1]
@@ -303,7 +302,7 @@ def _weight(norm: Norm | None) -> Tensor | None:
 def _enter(
     norm: Norm | None, delta_TE: Tensor, residual_TE: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the input of a branch, and the residual stream beside it."""
+    """Return the input of a branch, and the residual stream with `delta_TE` added."""
     if norm is not None:
         return norm.add(delta_TE, residual_TE)
     total_TE = delta_TE if residual_TE is None else residual_TE + delta_TE

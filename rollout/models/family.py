@@ -1,6 +1,7 @@
-"""Family: the differences of one model family from the common decoder, as plain values.
+"""Family: how one model family differs from the common decoder, as plain values.
 
-Each file of rollout/models/families makes one. ModelSpec and the decoder read it.
+Each file of `rollout.models.families` makes one. Used by ModelSpec, CausalLM, `config_keys` and
+`layout` of `rollout.models`; Decoder uses BranchNames.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ MoeRule: TypeAlias = Callable[[Config, int], tuple[int, ...]]
 
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
     {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-)  # names of transformers to those of ModelSpec
+)  # transformers' names of activations to ModelSpec's names
 
 
 def unchanged(value: Any) -> Any:
-    """Return `value`: config and spec have the same value."""
+    """Return `value`. The default conversion of a Key: config and spec have the same value."""
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key of a config that gives a field of ModelSpec. `read` converts the key's value to the
-    field's, `write` converts it back. `alias`: another name of the key in this family."""
+    """A config key that gives a field of ModelSpec.
+
+    `alias` is a second name of the key in this family, "" if it has none. `read` converts the
+    key's value to the field's value, and `write` converts it back."""
 
     name: str
     alias: str = ""
@@ -46,9 +49,10 @@ PLAIN_NAMES = MoeNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The kind of a family's mixtures of experts; see RouterSpec for the fields. `has_bias`: the
-    router and all experts have one. `names` are the checkpoint's; families whose shared expert has
-    a gate name it there."""
+    """The kind of mixture of experts that a family has.
+
+    RouterSpec explains `scores`, `has_correction` and `is_router_float32`. With `has_bias` the
+    router and all experts have biases. `names` gives the checkpoint's names of the modules."""
 
     scores: str  # "softmax", "softmax_chosen" or "sigmoid"
     has_correction: bool = False
@@ -59,10 +63,8 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNames:
-    """The modules of one residual branch, by their names in a checkpoint.
-
-    `is_parallel`: the mixer has the same input as the branch before.
-    """
+    """Checkpoint names of the modules of one residual branch; None for a norm that it lacks. With
+    `is_parallel` the mixer gets the same input as the mixer of the branch before."""
 
     mixer: str
     norm_before: str | None = None
@@ -95,7 +97,7 @@ PARALLEL = (
 QKV_BIAS = {"attention_bias": Key(name="attention_bias")}
 ATTENTION_BIAS = QKV_BIAS | {"attention_output_bias": Key(name="attention_bias")}
 MLP_BIAS = {"mlp_bias": Key(name="mlp_bias")}
-# Without effect in inference: losses of a router's training, and what a forward pass returns.
+# Without effect in inference: a router's training losses, and whether logits are returned.
 ROUTER_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 GROUPED_EXPERTS = {
     "num_experts": Key(name="n_routed_experts", alias="num_local_experts"),
@@ -112,17 +114,18 @@ GROUPED_EXPERTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type` of Hugging Face configs. `title` names the models that are saved under it.
+    """One `model_type` of Hugging Face configs, its `name`. `title` names the models that have it.
 
-    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` are the
-    values that transformers uses for keys that a config lacks. `keys` lists further keys that the
-    family's rules for windows, ropes and experts read. `fixed` has keys of which one value is
-    supported. Other values are refused, and this one changes nothing. `ignored` are keys that
-    transformers does not read, or reads in training alone. `rope_kinds` are the types of ropes that
-    transformers has for the family. `fused` names projections that checkpoints keep as one matrix:
-    "qkv_proj", "gate_up_proj". `moe_layers` returns the layers that have experts in place of an
-    MLP, and `mixture` is the kind of these experts. `saved_paths` maps parts of the paths of live
-    modules to the parts that saved directories have instead.
+    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` holds the
+    values that transformers uses for keys that a config lacks. `keys` lists further keys that
+    `windows`, `ropes` and `moe_layers` read; these three are rules of `rollout.models.layer_rules`.
+    `fixed` maps a key to its only supported values, which change nothing; others are refused.
+    `ignored` lists keys without effect on inference. `rope_kinds` lists the RoPE types that
+    transformers supports for the family. `fused` names projections that checkpoints store as one
+    matrix: "qkv_proj", "gate_up_proj". `mixture` is the kind of the experts that replace the MLP in
+    the layers of `moe_layers`. `saved_paths` maps parts of live modules' paths to the parts that
+    saved directories have instead. `activations` maps the values of the config key
+    `activation_key` to ModelSpec's names.
     """
 
     name: str
@@ -151,16 +154,16 @@ class Family:
 
     @property
     def read_keys(self) -> frozenset[str]:
-        """Keys that this family reads beside those of all families."""
+        """Config keys that this family reads, beyond `config_keys.READ`."""
         keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
         names = {name for key in keys for name in (key.name, key.alias) if name}
         names |= {self.activation_key, self.norm_eps_key}
-        if self.ropes is not ropes_by_type:  # beside which transformers ignores it
+        if self.ropes is not ropes_by_type:  # transformers ignores the key for ropes per type
             names.add("original_max_position_embeddings")
         return self.keys | self.defaults.keys() | names
 
     def saved_name(self, name: str) -> str:
-        """Return the name in saved directories of the weight that a live module calls `name`."""
+        """Return the name that saved directories give to the live module's weight `name`."""
         for live, saved in self.saved_paths.items():
             name = name.replace(live, saved)
         return name

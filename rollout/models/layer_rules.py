@@ -1,10 +1,10 @@
-"""Rules that families choose from: which layers have a window, which have experts, and which rope.
+"""Rules that say which layers of a model have a sliding window, which RoPE, and which have experts.
 
-A rule for windows returns a window (tokens that a token sees, itself included) or None for each
-layer, or () where no layer has one. A rule for ropes returns a RopeSpec or None for each layer, or
-() where all have the same. A rule for experts returns the indices of the layers that have them.
-Each rule gets the config's keys that `Family.read_keys` lists. Used by the families of
-rollout.models.families and by ModelSpec.
+A window rule returns for each layer its window (the number of tokens that a token sees, itself
+included) or None, or () if no layer has a window. A rope rule returns for each layer a RopeSpec or
+None, or () if all layers have the same rope. An expert rule returns the indices of the layers with
+experts. `config` is always the result of `config_keys.read_keys`. Used by `rollout.models.family`,
+the families in `rollout.models.families`, and ModelSpec, which calls the rules.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ Ropes: TypeAlias = tuple[RopeSpec | None, ...]
 
 
 def no_windows(config: Config, num_layers: int) -> Windows:
-    """Return (): every layer attends to the whole context."""
+    """Return (): every layer attends to all tokens before."""
     return ()
 
 
 def same_window(config: Config, num_layers: int) -> Windows:
-    """Give every layer `sliding_window`, if the config has one."""
+    """Return `sliding_window` for every layer; () if the config has none."""
     window = config.get("sliding_window")
     return () if window is None else (_positive(window),) * num_layers
 
 
 def same_window_if_used(config: Config, num_layers: int) -> Windows:
-    """Give every layer `sliding_window`, if `use_sliding_window` is set."""
+    """Return what `same_window` returns if `use_sliding_window` is set, else ()."""
     return same_window(config, num_layers) if config["use_sliding_window"] else ()
 
 
 def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
-    """Return a rule that gives layers of type "sliding_attention" the window `sliding_window`.
+    """Return a rule that gives `sliding_window` to the "sliding_attention" layers of `layer_types`.
 
-    Where the config has no `layer_types`, every `full_every`-th layer is full and the others slide.
-    With `full_every` None all slide, if there is a window.
+    If the config has no `layer_types`, every `full_every`-th layer attends to all tokens and the
+    others slide. If `full_every` is None, the rule is then `same_window`.
     """
 
     def windows(config: Config, num_layers: int) -> Windows:
@@ -59,8 +59,8 @@ def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Wi
 
 
 def windows_by_pattern(config: Config, num_layers: int) -> Windows:
-    """Give windows by `layer_types`. Without types every `sliding_window_pattern`-th layer is
-    full, and the others slide."""
+    """Return windows by `layer_types`. Without that key every `sliding_window_pattern`-th layer
+    attends to all tokens, and the others slide."""
     types = config.get("layer_types")
     if types is None:
         types = _pattern(config["sliding_window_pattern"], num_layers)
@@ -68,8 +68,8 @@ def windows_by_pattern(config: Config, num_layers: int) -> Windows:
 
 
 def windows_if_used(config: Config, num_layers: int) -> Windows:
-    """Give windows by `layer_types`. Without types all layers from `max_window_layers` on slide, if
-    `use_sliding_window` is set and there is a window."""
+    """Return windows by `layer_types`. Without that key the layers from `max_window_layers` on
+    slide, if `use_sliding_window` is set and the config has a `sliding_window`."""
     types = config.get("layer_types")
     if types is None:
         has_window = config["use_sliding_window"] and config["sliding_window"] is not None
@@ -79,8 +79,8 @@ def windows_if_used(config: Config, num_layers: int) -> Windows:
 
 
 def windows_without_rope(config: Config, num_layers: int) -> Windows:
-    """Give windows by `layer_types`. Without types the layers without rope slide, if
-    `use_sliding_window` is set and there is a window."""
+    """Return windows by `layer_types`. Without that key the layers without rope slide, if
+    `use_sliding_window` is set and the config has a `sliding_window`."""
     types = config.get("layer_types")
     if types is None:
         has_window = config["use_sliding_window"] and config.get("sliding_window") is not None
@@ -92,8 +92,10 @@ def windows_without_rope(config: Config, num_layers: int) -> Windows:
 
 
 def windows_of_types(types: Sequence[str], config: Config, num_layers: int) -> Windows:
-    """Give each layer of type "sliding_attention" the window. Raises ModelError for types other
-    than that and "full_attention", and for sliding layers without a window in use."""
+    """Return `sliding_window` for each layer of type "sliding_attention", None for the others.
+
+    Raises ModelError if `types` does not have `num_layers` entries, for a type other than
+    "sliding_attention" and "full_attention", and if layers slide but no window is in use."""
     if len(types) != num_layers:
         raise ModelError(f"layer_types lists {len(types)} layers, num_hidden_layers={num_layers}")
     if unknown := sorted(set(types) - {FULL, SLIDING}):
@@ -115,7 +117,7 @@ def _pattern(full_every: int, num_layers: int) -> list[str]:
 
 
 def _positive(window: int) -> int:
-    """Return the window. Raises ModelError for 0, with which a token would not even see itself."""
+    """Return `window`. Raises ModelError below 1: a token would not even see itself."""
     if window < 1:
         raise ModelError(
             f"sliding_window={window!r} in the config must be a positive integer where layers slide"
@@ -132,22 +134,22 @@ def same_rope(config: Config, windows: Windows) -> Ropes:
 
 
 def ropes_by_type(config: Config, windows: Windows) -> Ropes:
-    """Give layers with a window the rope of sliding attention, and the others the rope of full
-    attention."""
+    """Return the rope of "sliding_attention" for layers with a window, and the rope of
+    "full_attention" for the others."""
     full, sliding = rope_from_hf(config, FULL), rope_from_hf(config, SLIDING)
     return tuple(full if window is None else sliding for window in windows)
 
 
 def rope_with_window(config: Config, windows: Windows) -> Ropes:
-    """Give a rope only to layers with a window."""
+    """Return the config's rope for layers with a window, None for the others."""
     rope = rope_from_hf(config)
     return tuple(None if window is None else rope for window in windows)
 
 
 def rope_by_flag(config: Config, windows: Windows) -> Ropes:
-    """Give no rope to layers with 0 in `no_rope_layers`. Without that key every
-    `no_rope_layer_interval`-th layer has none.
-    """
+    """Return None for layers with 0 in `no_rope_layers`, the config's rope for the others. Without
+    that key every `no_rope_layer_interval`-th layer has no rope. Returns () if all layers have
+    one."""
     rope = rope_from_hf(config)
     flags = _rope_flags(config, config["num_hidden_layers"])
     return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
@@ -172,12 +174,12 @@ def no_experts(config: Config, num_layers: int) -> tuple[int, ...]:
 
 
 def experts_everywhere(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Return all layers."""
+    """Return the indices of all layers."""
     return tuple(range(num_layers))
 
 
 def experts_by_step(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Return every `decoder_sparse_step`-th layer, without those in `mlp_only_layers`."""
+    """Return every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, dense = config["decoder_sparse_step"], config.get("mlp_only_layers") or ()
     return tuple(n for n in range(num_layers) if (n + 1) % step == 0 and n not in dense)
 
@@ -188,7 +190,8 @@ def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
 
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of type "sparse"; without types, all but the first."""
+    """Return the layers of type "sparse" in `mlp_layer_types`; without that key, all but the first.
+    Raises ModelError unless that key has "dense" or "sparse" for each layer."""
     types = config.get("mlp_layer_types")
     if types is None:
         types = ["dense"] + ["sparse"] * (num_layers - 1)

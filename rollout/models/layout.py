@@ -1,5 +1,6 @@
-"""Lists the residual branches of each layer of a model, and the mixer (attention, MLP or experts)
-of each branch. Used by Decoder, which builds the modules. Pure functions."""
+"""The residual branches of each layer, with the mixer of each (attention, MLP or experts).
+
+Used by Decoder, which builds the modules that `layers_of` describes. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,17 +22,15 @@ MixerSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchSpec:
-    """A residual branch: x + multiplier * norm_after(mixer(norm_before(x))).
-
-    `names`: the checkpoint's names of the mixer and the norms.
-    """
+    """A residual branch: x + residual_multiplier * norm_after(mixer(norm_before(x))). `names` gives
+    the checkpoint's names of the mixer and of the norms that the branch has."""
 
     names: BranchNames
     mixer: MixerSpec
 
 
 def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
-    """Return the branches of each layer, in order."""
+    """Return for each layer the branches in the order in which they run."""
     family = find_family(spec.family)
     layers = []
     for index in range(spec.num_layers):
@@ -76,7 +75,7 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
 def _latent_attention(spec: ModelSpec, dims: LatentDims, layer: int) -> LatentAttentionSpec:
     rope = spec.ropes[layer] if spec.ropes else spec.rope
     assert rope is not None, "latent attention has dims that positions turn"
-    # As DeepSeek-V3's code has it: yarn's scale once for queries and once for keys.
+    # As in DeepSeek-V3's code: yarn's scale once for queries and once for keys.
     yarn = yarn_scale(rope.factor, rope.mscale_all_dim)
     return LatentAttentionSpec(
         num_heads=spec.num_heads,

@@ -1,5 +1,6 @@
-"""Quantization methods of checkpoints that can be read. Every other `quantization_config` is
-refused by name. Used where configs and checkpoints are read."""
+"""Check of `quantization_config`: fp8 and mxfp4 checkpoints can be read, all others are refused.
+
+Used by `config_keys`, `checkpoints.loading` and `checkpoints.dequantized` of `rollout.models`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ FP8_BLOCK = 128  # rows and columns that share a scale
 _REMEDY = (
     "save the model dequantised (plain bfloat16 tensors, no quantization_config) and load that"
 )
-# Keys of each method, the ones without an effect included: which modules are quantised is seen from
-# their tensors, and `dequantize` is what happens here in any case.
+# The known keys of each method, with or without effect here: the tensors show which modules are
+# quantised, and they are dequantised in any case.
 _KNOWN = {
     FP8: frozenset(
         {
@@ -27,7 +28,7 @@ _KNOWN = {
     MXFP4: frozenset({"quant_method", "modules_to_not_convert", "dequantize"}),
 }
 _LEGAL: Mapping[str, tuple[Any, ...]] = {
-    # Dynamic scales of activations belong to products of 8 bits; static ones are part of the model.
+    # Dynamic activation scales only matter to 8-bit products; static ones are part of the model.
     "activation_scheme": ("dynamic", None),
     "fmt": ("e4m3", "float8_e4m3fn", None),
     "scale_fmt": ("float", "ue8m0", None),
@@ -36,10 +37,8 @@ _LEGAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def quant_method_of(config: Mapping[str, Any]) -> str | None:
-    """Return how the tensors beside this config.json are quantised: FP8, MXFP4 or None.
-
-    Raises ModelError naming the method, or its setting, that is not read here.
-    """
+    """Return the quantization method of a config.json: FP8, MXFP4, or None if it names none. Raises
+    ModelError naming a method, or a setting of it, that is not supported."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return None

@@ -1,5 +1,6 @@
-"""RopeSpec from and to the keys of a Hugging Face config, in the notation of both v4 and v5.
-Used by ModelSpec and by the rules for ropes."""
+"""Conversion of RopeSpec from and to the config keys of Hugging Face transformers v4 and v5.
+
+Used by ModelSpec, `rollout.models.layer_rules` and the family `qwen2_moe`."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ _KNOWN = frozenset(
 
 
 def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> RopeSpec:
-    """Read `rope_parameters` (transformers v5), or `rope_theta` with `rope_scaling` (v4), which
-    wins where both are set.
+    """Return the RopeSpec of a config: from `rope_parameters` (transformers v5), or from
+    `rope_theta` and `rope_scaling` (v4).
 
-    `layer_type` names the layers in a config with ropes per type. In v4's notation these are scaled
-    in full attention alone, and `rope_local_base_freq` is the theta of sliding attention. Raises
-    ModelError for a type, or a way of using it, that is not supported.
+    `layer_type` is FULL or SLIDING in a family with one rope per layer type, else None. With ropes
+    per type, `rope_scaling` scales FULL only, and `rope_local_base_freq` is the theta of SLIDING.
+    Raises ModelError for a rope type or a parameter that is not supported.
     """
     if layer_type is None:
         parameters, theta = _shared_parameters(config), config.get("rope_theta", DEFAULT_THETA)
@@ -69,18 +70,18 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
 
 
 def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
-    """Return the config keys of `rope` in v4's notation, which both versions read."""
-    # Where nothing is said of scaling or of partial ropes, some families have one.
+    """Return the config keys of `rope` as v4 writes them, which both versions read."""
+    # All keys are written: some families have scaling or a partial rope by default.
     scaling = rope_parameters(rope)
     keys: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
     keys["partial_rotary_factor"] = rope.partial
     if rope.kind == "longrope":
-        keys[_ORIGINAL] = rope.original_max_positions  # which its family reads here alone
+        keys[_ORIGINAL] = rope.original_max_positions  # the only key that transformers' Phi-3 reads
     return keys
 
 
 def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
-    """Return the parameters of one rope in v5's notation."""
+    """Return the parameters of one rope as v5 writes them."""
     parameters: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
     if rope.original_max_positions:
         parameters[_ORIGINAL] = rope.original_max_positions
@@ -106,8 +107,8 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
 
 
 def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of all layers. As in transformers, `rope_scaling` replaces
-    `rope_parameters` as a whole."""
+    """Return the rope parameters that all layers share. As in transformers, `rope_scaling` replaces
+    `rope_parameters` as a whole. Raises ModelError for parameters per layer type."""
     parameters: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters", {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError(
@@ -120,10 +121,10 @@ def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parameters_of_type(
     config: Mapping[str, Any], layer_type: str
 ) -> tuple[Mapping[str, Any], float]:
-    """Return (parameters of layers of this type, theta where the parameters have none).
+    """Return the parameters of `layer_type`, and the theta to use if they have no `rope_theta`.
 
-    As in transformers, `rope_scaling` is added to the parameters of full attention. Without any
-    parameters these have `rope_type` "default".
+    As in transformers, `rope_scaling` is added to the parameters of FULL. A type without parameters
+    has `rope_type` "default". Raises ModelError if `rope_parameters` are not per layer type.
     """
     given = config.get("rope_parameters", {})
     if any(key not in (FULL, SLIDING) for key in given):
@@ -144,7 +145,7 @@ def _parameters_of_type(
 def _common(
     parameters: Mapping[str, Any], config: Mapping[str, Any], theta: float
 ) -> dict[str, Any]:
-    """Return the fields of RopeSpec that every kind of rope may have."""
+    """Return the fields of RopeSpec that do not depend on the kind of rope."""
     kind = _kind(parameters)
     common = {
         "theta": _number(parameters, "rope_theta") if "rope_theta" in parameters else float(theta),
@@ -160,7 +161,7 @@ def _common(
 
 
 def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
-    """Return the share of each head's dims that rotate."""
+    """Return the fraction of each head's dims that rotate."""
     if "partial_rotary_factor" in parameters:
         return _number(parameters, "partial_rotary_factor")
     if "partial_rotary_factor" in config:
@@ -172,10 +173,10 @@ def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    """Return the rope's type: `rope_type`, or `type`, its older name. Raises ModelError if either
-    is unknown, though transformers reads the second only where the first is absent."""
+    """Return the rope's type: `rope_type`, else `type`, its older name, else "default". Raises
+    ModelError if either is unknown, although transformers ignores `type` beside `rope_type`."""
     names = [parameters[key] for key in ("rope_type", "type") if key in parameters]
-    kinds = ["longrope" if name == "su" else name for name in names]  # its first name
+    kinds = ["longrope" if name == "su" else name for name in names]  # "su" is its former name
     for kind in kinds:
         if kind not in ROPE_KINDS:
             raise ModelError(f"rope type {kind!r} is not supported; supported: {ROPE_KINDS}")
@@ -183,7 +184,7 @@ def _kind(parameters: Mapping[str, Any]) -> str:
 
 
 def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
-    """Raise ModelError for parameters of a layer type that transformers ignores."""
+    """Raise ModelError for parameters that transformers ignores in ropes per layer type."""
     if not parameters.get("truncate", True):
         raise ModelError(
             f"truncate=False in the rope parameters of {layer_type} is not supported: transformers "
@@ -192,16 +193,15 @@ def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
     if {"rope_type", "type"} <= parameters.keys() and parameters["type"] != parameters["rope_type"]:
         raise ModelError(
             f"type={parameters['type']!r} in the rope parameters of {layer_type} is not supported: "
-            f"transformers ignores it beside rope_type={parameters['rope_type']!r}, which is "
-            "'default' where nothing else is said; write rope_type"
+            f"transformers ignores it beside rope_type={parameters['rope_type']!r}; set rope_type"
         )
 
 
 def _longrope(
     common: dict[str, Any], parameters: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
-    """Return the RopeSpec with a factor for each frequency. Sources: LongRoPE, sec. 3.3; its code
-    for the attention factor."""
+    """Return a LongRoPE, which has a factor for each frequency. Sources: LongRoPE, sec. 3.3; its
+    code for the attention factor."""
     original = common["original_max_positions"]
     factor = _number_or(parameters, "factor", config["max_position_embeddings"] / original)
     attention_factor = _number_or(parameters, "attention_factor")
@@ -232,13 +232,13 @@ def _number(parameters: Mapping[str, Any], key: str) -> float:
 
 
 def _number_or(parameters: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return what `_number` returns, or the default where the parameter is absent or null."""
+    """Return the parameter as `_number` does, or `default` if it is absent or null."""
     return default if parameters.get(key) is None else _number(parameters, key)
 
 
 def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Return the context length before it was stretched; the model's whole context where the config
-    does not say."""
+    """Return the context length before RoPE scaling; max_position_embeddings if the config has no
+    such key."""
     given = config.get(_ORIGINAL, parameters.get(_ORIGINAL, config["max_position_embeddings"]))
     if not is_integer(given, 1):
         raise ModelError(f"rope parameter {_ORIGINAL}={given!r} must be a positive integer")
@@ -246,8 +246,8 @@ def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, 
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """Return the attention factor: as given, or 0.1 ln(factor) + 1 (YaRN, sec. 3.4), or DeepSeek's
-    ratio of two of these."""
+    """Return the `attention_factor` if given; with DeepSeek's `mscale` and `mscale_all_dim`, the
+    ratio of their YaRN scales; else 0.1 ln(factor) + 1 (YaRN, sec. 3.4)."""
     given = _number_or(parameters, "attention_factor")
     if given is not None:
         return float(given)

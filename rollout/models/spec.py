@@ -1,6 +1,7 @@
-"""ModelSpec: everything that shapes a decoder, read from and written to Hugging Face configs.
+"""ModelSpec: all settings that shape a decoder, read from and written to Hugging Face configs.
 
-Engines, checkpoints and the decoder read it. It never changes.
+Used by the model (`causal_lm`, `decoder`, `layout`), by `rollout.models.checkpoints`, by
+`rollout.engine`, `rollout.worker.loading` and `rollout.serve.control.announcement`. Immutable.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only language model. `family` is the Hugging Face `model_type`.
+    """Settings of a decoder-only language model. `family` is the Hugging Face `model_type`.
 
-    `windows` has how many tokens a token sees in each layer, itself included, or None for all of
-    them; () means None everywhere. `ropes` has each layer's rope or None; () means `rope`
-    everywhere. `moe_layers` are the indices of layers with experts, in order. Raises ModelError for
-    sizes that do not fit together.
+    `windows` gives for each layer how many tokens a token sees, itself included, or None for all
+    tokens; () means None in every layer. `ropes` gives each layer's rope, or None for a layer
+    without one; () means `rope` in every layer. `moe_layers` lists the indices of layers with
+    experts, in order. Raises ModelError for a value of a wrong type and for sizes that do not fit
+    together.
     """
 
     family: str
@@ -67,15 +69,15 @@ class ModelSpec:
     rms_norm_eps: float = 1e-6
     rope: RopeSpec = DEFAULT_ROPE
     tie_word_embeddings: bool = False
-    attention_bias: bool = False  # of query, key and value
+    attention_bias: bool = False  # for query, key and value
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_norm_whole: bool = False  # over all heads together, not each by itself
+    qk_norm_whole: bool = False  # norm over all heads together, not over each head
     norm: str = "rms"  # or "layer"
     norm_offset: float = 0.0  # added to the weights of norms
-    # How trainers' modules round in half precision, see docs/kernels.md; most do it like this.
-    norm_rounds_first: bool = True  # before the product with the weight, and after
+    # Rounding in half precision, as in the trainers' modules; see docs/kernels.md.
+    norm_rounds_first: bool = True  # before the product with the weight as well as after it
     rotary_rounding: RotaryRounding = "each"
     activation: str = "silu"  # or "gelu_tanh", "clamped_swiglu" (see GatedActivation)
     activation_alpha: float = 1.0
@@ -83,27 +85,27 @@ class ModelSpec:
     moe_layers: tuple[int, ...] = ()
     num_experts: int = 0
     experts_per_token: int = 0
-    expert_size: int = 0  # intermediate size of one
+    expert_size: int = 0  # intermediate size of one expert
     num_shared_experts: int = 0
-    shared_expert_size: int = 0  # 0: as the others
+    shared_expert_size: int = 0  # 0: expert_size
     router_normalizes: bool = False
     router_scale: float = 1.0
     num_expert_groups: int = 1
     num_chosen_groups: int = 1
-    num_mtp_layers: int = 0  # predict further tokens; saved after the others, and not served
+    num_mtp_layers: int = 0  # layers for multi-token prediction; saved last, and not served
     windows: tuple[int | None, ...] = ()
     ropes: tuple[RopeSpec | None, ...] = ()
-    attention_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    attention_scale: float | None = None  # factor of scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # c: scores become c tanh(score / c)
-    latent: LatentDims | None = None  # of latent attention; head_dim is then its qk_rope_head_dim
-    attention_sinks: bool = False  # a learned score without a value for each query head
+    latent: LatentDims | None = None  # latent attention's sizes; head_dim is its qk_rope_head_dim
+    attention_sinks: bool = False  # each query head has a learned score without a value
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    shard: Shard = ALONE  # which rank's part of it to build; all other fields are the whole model's
+    shard: Shard = ALONE  # the rank whose part is built; all other fields are the whole model's
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -135,11 +137,11 @@ class ModelSpec:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Read a config.json of transformers v4 or v5.
+        """Return the spec of a config.json of transformers v4 or v5.
 
         Raises ModelError for an unknown `model_type`, a missing key, a key that the family does not
-        read and with which transformers may compute something else, and a value that a key cannot
-        have: other activations, unknown quantization.
+        read and that may have an effect, and an unsupported value, such as an unknown activation
+        or quantization.
         """
         family = find_family(config.get("model_type"))
         config = read_keys(config, family)
@@ -168,11 +170,11 @@ class ModelSpec:
         return cls(family=family.name, **values)
 
     def local(self, rank: int, size: int) -> ModelSpec:
-        """Return the spec of the part that rank `rank` of `size` keeps: the same numbers, another
-        `shard`.
+        """Return this spec with the `shard` of rank `rank` of `size`; other fields are the same.
 
-        Each rank has a part of the heads, of the MLPs' widths, of the experts and of the
-        vocabulary. Raises ModelError naming a number that cannot be divided among `size` ranks.
+        Each rank keeps a part of the heads, the MLPs' widths, the experts and the vocabulary.
+        Raises ModelError for a rank outside [0, size), and naming a field that cannot be divided
+        among `size` ranks.
         """
         if not 0 <= rank < size:
             raise ModelError(f"rank={rank} must be in [0, tensor_parallel_size={size})")
@@ -200,17 +202,17 @@ class ModelSpec:
 
     @property
     def num_kept_heads(self) -> int:
-        """How many query heads this rank has."""
+        """Number of query heads on this rank."""
         return self.shard.range_of(self.num_heads).length
 
     @property
     def num_kept_kv_heads(self) -> int:
-        """How many heads of keys and values this rank's query heads read."""
+        """Number of key and value heads on this rank: the ones that its query heads read."""
         return self.shard.kv_heads_of(self.num_kv_heads).length
 
     def to_hf_config(self) -> dict[str, Any]:
-        """Return a config.json for transformers v4 and v5. Raises ModelError if a config cannot
-        express the spec."""
+        """Return a config.json for transformers v4 and v5. Raises ModelError if the family's config
+        cannot express the spec."""
         family = find_family(self.family)
         config = {
             "architectures": [family.architecture],
@@ -242,17 +244,17 @@ class ModelSpec:
 
     @property
     def num_moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return len(self.moe_layers)
 
     @property
     def distinct_ropes(self) -> tuple[RopeSpec, ...]:
-        """Each rope that a layer has, once, in the order of layers."""
+        """The layers' ropes without duplicates, in the order of layers."""
         ropes = self.ropes or (self.rope,)
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def _layers_to_hf(self, family: Family) -> dict[str, Any]:
-        """Return the config keys of windows and ropes that this family knows."""
+        """Return the config keys for ropes, windows and experts' layers that `family` reads."""
         keys: dict[str, Any] = rope_to_hf(self.rope)
         if "partial_rotary_factor" not in family.read_keys:
             del keys["partial_rotary_factor"]
@@ -270,7 +272,7 @@ class ModelSpec:
         if "rope_interleave" in family.read_keys:
             keys["rope_interleave"] = self.rope.is_interleaved
         window = next(filter(None, windows), None)
-        # Where types say which layers slide, transformers wants a window even if none does.
+        # With layer_types, transformers needs a window even if no layer slides.
         if "sliding_window" in family.read_keys and (window or "layer_types" not in family.keys):
             keys["sliding_window"] = window
         if "use_sliding_window" in family.read_keys:
@@ -289,7 +291,7 @@ class ModelSpec:
         return keys
 
     def _check_latent(self, dims: LatentDims) -> None:
-        """Raise ModelError for a spec that latent attention cannot compute."""
+        """Raise ModelError if latent attention cannot compute this spec."""
         if self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent "
@@ -304,7 +306,7 @@ class ModelSpec:
             raise ModelError("attention_bias needs q_lora_rank: q_proj has no bias, the rest would")
 
     def _check_experts(self) -> None:
-        """Raise ModelError for numbers of experts that do not fit together."""
+        """Raise ModelError for settings of experts that are invalid or do not fit together."""
         for name in _MOE_SIZES:
             value, least = getattr(self, name), 0 if name == "num_shared_experts" else 1
             if not isinstance(value, int) or value < least:
@@ -327,7 +329,9 @@ class ModelSpec:
                 f"{per_group * self.num_chosen_groups} experts that can be chosen"
             )
         if not set(self.moe_layers) <= {*range(self.num_layers)}:
-            raise ModelError(f"moe_layers={self.moe_layers} of num_layers={self.num_layers}")
+            raise ModelError(
+                f"moe_layers={self.moe_layers} must be in [0, num_layers={self.num_layers})"
+            )
 
     def _check_rope(self, rope: RopeSpec) -> None:
         num_dims = rotary_dim(rope, self.head_dim)
@@ -357,8 +361,8 @@ class ModelSpec:
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
-    """Return the fields `rope`, `windows`, `ropes` and `moe_layers`. `windows` and `ropes` are
-    empty where all layers are alike."""
+    """Return the fields `rope`, `windows`, `ropes` and `moe_layers`. `windows` is () if no layer
+    has a window, and `ropes` is () if all layers have the same rope."""
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
@@ -379,7 +383,7 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
 
 
 def _require_rope(rope: RopeSpec, family: Family) -> None:
-    """Raise ModelError for a rope that transformers does not have for the family's layers."""
+    """Raise ModelError for a rope that transformers does not support in this family."""
     if rope.kind not in family.rope_kinds:
         raise ModelError(
             f"rope type {rope.kind!r} is not supported in the family {family.name!r}; supported: "
@@ -394,8 +398,8 @@ def _require_rope(rope: RopeSpec, family: Family) -> None:
 
 
 def _latent_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields `latent` and `head_dim`. A config's own head_dim must equal the dims that
-    rotate."""
+    """Return the fields `latent` and `head_dim`. Raises ModelError if the config has a head_dim
+    other than its qk_rope_head_dim."""
     dims = LatentDims(**{field.name: config[field.name] for field in fields(LatentDims)})
     head_dim = config.get("head_dim", dims.qk_rope_head_dim)
     if head_dim != dims.qk_rope_head_dim:
@@ -407,14 +411,14 @@ def _latent_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """Return the dtype of the weights by its newer key, its older one, or float32."""
+    """Return the weights' dtype from `dtype`, else from the older `torch_dtype`, else float32."""
     named = (config.get(key) for key in ("dtype", "torch_dtype"))
     return parse_dtype(next((dtype for dtype in named if dtype is not None), torch.float32))
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype by value or name, such as "bfloat16". Raises ModelError naming the supported
-    ones."""
+    """Return the torch dtype for a dtype or its name, such as "bfloat16". Raises ModelError for a
+    dtype that is not in DTYPES."""
     parsed = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if parsed is None or parsed not in DTYPES.values():
         raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -428,7 +432,7 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields that the family fixes, or reads from keys that the config has."""
+    """Return the fields in `family.values`: constants, and keys that the config has."""
     return {
         name: rule.read(config[rule.name]) if isinstance(rule, Key) else rule
         for name, rule in family.values.items()
@@ -437,8 +441,8 @@ def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, An
 
 
 def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:
-    """Return the end tokens that a config names. Raises ModelError for values that are no token
-    ids."""
+    """Return the end-of-sequence token ids of a config. Raises ModelError, which names `origin`,
+    for a value that is not a token id or a list of them."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(isinstance(token_id, bool) or not isinstance(token_id, int) for token_id in ids):
@@ -447,6 +451,6 @@ def end_ids_of(config: Mapping[str, Any], origin: str) -> list[int]:
 
 
 def union_of_ids(*values: int | Sequence[int] | None) -> list[int]:
-    """Return every id once, in order. Each of `values` is an id, several of them, or None."""
+    """Return every id once, in order. Each of `values` is an id, a sequence of ids, or None."""
     lists = ([] if v is None else [v] if isinstance(v, int) else v for v in values)
     return list(dict.fromkeys(token_id for ids in lists for token_id in ids))

@@ -1,5 +1,5 @@
-"""The names of a model's weights: their names in saved directories, and in live modules. Used by
-CausalLM."""
+"""The WeightTable of a model: its weights' slots by the names that saved directories have, and the
+names that live modules (transformers models in memory) have. Used by CausalLM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def table_of(
     saved_name: Callable[[str], str],
     unserved: tuple[str, ...],
 ) -> WeightTable:
-    """Return the table of the weights of `model`, whose module paths are those of live modules.
+    """Return the table of the weights of `model`. Its module paths give the live names.
 
-    `buffers`: persistent buffers by their live names. `saved_name` turns a live name into the name
-    in the family's directories. `unserved`: see WeightTable.
+    `buffers` has the persistent buffers by live name. `saved_name` turns a live name into the name
+    in saved directories. `unserved` is a field of WeightTable.
     """
     slots: dict[str, WeightSlot] = {}
     aliases: dict[str, WeightAlias] = {}
@@ -39,13 +39,13 @@ def table_of(
         if isinstance(module, Experts):
             named, stacks = module.slots_and_aliases()
             saved_names = {name: saved_name(f"{path}.{name}") for name in named}
-            # Per expert no live module has names, so these are no aliases of renamed ones.
+            # Live modules have no names for single experts, so single experts get no aliases.
             slots |= {saved_names[name]: slot for name, slot in named.items()}
             for stack, alias in stacks.items():
                 parts = {saved_names[name]: index for name, index in alias.parts.items()}
                 aliases[f"{path}.{stack}"] = WeightAlias(shape=alias.shape, parts=parts)
         else:
-            # A linear layer is of several weights, whose names are beside its own.
+            # A linear layer may hold several weights, named beside the layer and not below it.
             parent = path.rpartition(".")[0] if isinstance(module, Linear) else path
             for name, slot in _own_slots(module).items():
                 add(f"{parent}.{name}" if parent else name, slot)

@@ -1,7 +1,8 @@
 """WeightTable: the weights of a model by name; `copy_weights` copies named tensors into them.
 
-CausalLM creates the table. rollout.weights and serve.control.announcement read it.
-checkpoints.loading calls `copy_weights`, which writes the model's weights.
+`rollout.models.weight_names` makes the table for CausalLM. The modules of `rollout.weights` and
+`rollout.serve.control.announcement` read it. `rollout.models.checkpoints.loading` calls
+`copy_weights`, which writes the model's weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rollout.layers.weight_slot import WHOLE, Index, WeightAlias, WeightSlot, ke
 from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.models.spec import DTYPES
 
-# Older checkpoints and modules store this table, which the model computes from its config.
+# Older checkpoints store this rotary table, which the model computes from its config.
 _COMPUTED_SUFFIX = "rotary_emb.inv_freq"
 
 
@@ -39,12 +40,12 @@ class TensorsByName(Protocol):
 class WeightTable:
     """The weights of a model, by the names that checkpoints and live modules give them.
 
-    slots: each weight by its name in a checkpoint. Tied weights have a slot under each of their
-    names, with equal addresses.
-    aliases: the live module's names that differ from the checkpoint's. A stack of experts has one
-    alias for many weights.
-    buffers: both names of each persistent buffer; `named_parameters` leaves buffers out.
-    unserved: prefixes of the names of tensors that checkpoints hold and the model does not use.
+    slots: each weight's slot by its name in a checkpoint. Tied weights have a slot under each of
+    their names, with equal addresses.
+    aliases: names in live modules that differ from the checkpoint's names. A stack of experts has
+    one alias for many weights.
+    buffers: the checkpoint's and live names of persistent buffers, which `named_parameters` omits.
+    unserved: name prefixes of tensors that checkpoints hold and the model does not use.
     """
 
     slots: Mapping[str, WeightSlot]
@@ -53,7 +54,8 @@ class WeightTable:
     unserved: tuple[str, ...]
 
     def is_passed_over(self, name: str) -> bool:
-        """Return whether a tensor `name` is ignored: the model computes it or does not use it."""
+        """Return whether a tensor `name` is ignored, because the model computes it or does not use
+        it."""
         return name.endswith(_COMPUTED_SUFFIX) or name.startswith(self.unserved)
 
     def addresses(self) -> dict[str, int]:
@@ -61,19 +63,18 @@ class WeightTable:
         return {name: slot.address for name, slot in self.slots.items()}
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape that a tensor must have, for each name in `slots` and `aliases`."""
+        """Return the shape that a tensor must have, by each name in `slots` and `aliases`."""
         shapes = {name: slot.shape for name, slot in self.slots.items()}
         return shapes | {name: alias.shape for name, alias in self.aliases.items()}
 
     def parts(self, name: str) -> Mapping[str, Index]:
-        """Return each weight that a tensor of this name holds, with its index in the tensor.
-
-        Raises KeyError for an unknown name.
-        """
+        """Return the weights that a tensor of this name holds: the index into the tensor by weight.
+        Raises KeyError for an unknown name."""
         return {name: WHOLE} if name in self.slots else self.aliases[name].parts
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return the model's shape and dtype for this name. Raises KeyError for an unknown name."""
+        """Return the shape and dtype that the model has for a name in `slots` or `aliases`. Raises
+        KeyError for any other name."""
         if (slot := self.slots.get(name)) is not None:
             return slot.shape, slot.dtype
         alias = self.aliases[name]
@@ -84,10 +85,10 @@ class WeightTable:
         return sorted(name for name in names if name not in self.slots and name not in self.aliases)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return the names of the model's weights that no tensor of these names holds.
+        """Return the names of the weights that tensors of these names do not cover.
 
         If `names` has an alias, the caller uses live names: an alias whose weights are all missing
-        then replaces their names.
+        is then returned in place of their names. Raises KeyError for an unknown name.
         """
         addresses = self.addresses()
         given = {addresses[name] for name in names if name in addresses}
@@ -105,13 +106,13 @@ class WeightTable:
 
 @torch.no_grad()
 def copy_weights(table: WeightTable, tensors: TensorsByName, origin: str) -> None:
-    """Fill the slots of `table` from `tensors`, casting floating dtypes.
+    """Write `tensors` to the slots of `table`, cast to the weights' dtypes.
 
     A weight with several names may come under one of them, or under several with equal values.
     `origin` names the source in errors. Sharded tensors are gathered one by one, in the order of
-    `tensors`: a collective of all ranks. Raises ModelError for missing, unknown, misshaped or
-    quantized tensors, and for two names of one weight with different values. After an error the
-    slots may be partly written.
+    `tensors`: a collective of all ranks. Raises ModelError for missing, unknown or misshaped
+    tensors, for dtypes other than DTYPES and float64, for tensors without readable values, and for
+    two names of one weight with different values. After an error the slots may be partly written.
     """
     _check_names(table, tensors.keys(), origin)
     written: dict[int, str] = {}
@@ -143,7 +144,8 @@ def _check_names(table: WeightTable, names: Collection[str], origin: str) -> Non
     given = {name for name in names if not table.is_passed_over(name)}
     if extra := table.unknown(given):
         raise ModelError(
-            f"{origin} has {_listing(extra)} which the model lacks; does its config belong to it?"
+            f"{origin} has {_listing(extra)} which the model lacks; check that config and weights "
+            "belong together"
         )
     if missing := table.missing(given):
         raise ModelError(f"{origin} lacks {_listing(missing)}; save the whole model again")
@@ -156,7 +158,7 @@ def _check_tensor(name: str, tensor: Tensor, table: WeightTable, origin: str) ->
     if tensor.shape != shape:
         raise ModelError(
             f"{name!r} in {origin} has shape {list(tensor.shape)}, but the config gives "
-            f"{list(shape)}; does its config belong to it?"
+            f"{list(shape)}; check that config and weights belong together"
         )
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise ModelError(

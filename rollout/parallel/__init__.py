@@ -1,1 +1,1 @@
-"""Communication of the ranks of one engine: sums, shared memory, and commands of rank 0."""
+"""Communication among the ranks of an engine: collectives, shared memory, and commands."""

@@ -1,10 +1,10 @@
-"""LeadChannel and FollowerChannel: commands of rank 0 to the other ranks, and their answers.
+"""LeadChannel and FollowerChannel: rank 0 sends commands to the other ranks, and they answer.
 
-A command is a function and its arguments. Rank 0 sends it. Each other rank applies it to an object
-of its own and answers once, in the order of commands, with the result or the error raised. Both are
-pickled, functions by reference: all ranks are processes of one engine and run the same code, over
-sockets that no other process can open. A rank that leaves first may send the reason. Used by
-TensorParallelExecutor and Follower.
+A command is a function and its arguments. Each other rank calls the function with its own object
+and the arguments, and answers once, in the order of commands, with the result or the error.
+Commands and answers are pickled, functions by reference. That is safe: all ranks are processes of
+one engine and run the same code, over sockets that no other process can open. Used by
+TensorParallelExecutor and Follower; `rollout.tensor_parallel.start` makes the channels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from rollout.parallel.wire import Wire, WireClosedError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_LAST_WORD_S = 1.0
-_NUM_KEPT = 16  # commands; steps in flight are fewer
+_LEAVE_TIMEOUT_S = 1.0  # for the last message of a rank
+_NUM_KEPT = 16  # commands whose early errors are kept; fewer steps are in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[_R]):
-    """A command that was sent, the `number`-th of its channel. Each rank answers with an `_R`."""
+    """A handle of a command that was sent, the `number`-th of its channel. Answers are `_R`s."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A command that a rank has received. A call applies it to the rank's object."""
+    """A command that a rank has received. Calling it with the rank's object runs the command."""
 
     command: Callable[..., Any]
     args: tuple[Any, ...]
@@ -45,15 +45,16 @@ class Received:
 
 
 class LeadChannel:
-    """Rank 0's end, to all other ranks. One thread at a time waits for answers.
+    """Rank 0's end of the wires to all other ranks. One thread at a time may wait for answers.
 
-    After one LockstepError every call raises it: the state of a rank that missed its deadline is
-    unknown. `on_failure` is called with the reason, once.
+    After a LockstepError or `close`, every `send`, wait and check raises LockstepError: the state
+    of a rank that missed its deadline is unknown. The owner may set `on_failure`, which is called
+    once, with the reason of the first failure.
     """
 
     def __init__(self, wires: Mapping[str, Wire], *, timeout_s: float) -> None:
-        """`wires`: the wire to each rank by the name that errors give, in the order of ranks.
-        `timeout_s`: deadline of each answer."""
+        """`wires` has the wire to each rank, in the order of ranks, by the rank's name in errors.
+        `timeout_s` is the deadline to send a command, and to receive its answers."""
         self._wires, self.timeout_s = dict(wires), timeout_s
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._num_sent = 0
@@ -65,7 +66,8 @@ class LeadChannel:
     def send(
         self, command: Callable[Concatenate[Any, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> Sent[_R]:
-        """Send a command to all ranks. Each applies it to its own object and `args`."""
+        """Send a command to all other ranks: each calls it with its own object and the arguments.
+        Raises LockstepError if a rank has ended or does not read the command in time."""
         self.require()
         message = pickle.dumps((command, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
         self._num_sent += 1
@@ -77,7 +79,7 @@ class LeadChannel:
                 what = f"{name} took no command ({command.__name__})"
                 raise self.fail(f"{what} for {self.timeout_s:g} s") from None
             except WireClosedError as error:
-                why = self._last_word(wire) or str(error)
+                why = self._leave_reason(wire) or str(error)
                 raise self.fail(f"{name} has ended ({why}) before {command.__name__!r}") from error
             except BaseException as error:  # Ctrl-C: half of a command may be on its way
                 self.fail(f"{command.__name__!r} was cut off by {error!r}")
@@ -85,8 +87,8 @@ class LeadChannel:
             self._cut_off.discard(name)
         return Sent(self._num_sent)
 
-    def _last_word(self, wire: Wire) -> str:
-        """Return the reason that a rank sent before it left; "" if it sent none."""
+    def _leave_reason(self, wire: Wire) -> str:
+        """Return the reason that a rank sent with `leave`; "" if it sent none."""
         with suppress(TimeoutError, WireClosedError):
             while True:
                 answer = pickle.loads(wire.receive(0.0))
@@ -95,8 +97,8 @@ class LeadChannel:
         return ""
 
     def results(self, sent: Sent[_R], timeout_s: float | None = None) -> list[_R]:
-        """Return what each rank has returned, in the order of ranks. Raises the first error of a
-        rank, and as `answers` does."""
+        """Wait for the results of a command; return them in the order of ranks. Raises the first
+        rank's error if the command failed on a rank, and as `answers` does."""
         answers = self.answers(sent, timeout_s)
         raise_first(answers)
         return answers
@@ -104,13 +106,13 @@ class LeadChannel:
     def answers(
         self, sent: Sent[Any] | None = None, timeout_s: float | None = None, what: str = "answer"
     ) -> list[Any]:
-        """Wait for the answers to a command, by default the latest, in the order of ranks.
+        """Wait for the answers to a command, by default the latest; return them in rank order.
 
-        An answer that is a RolloutError was raised by its rank. Answers to earlier commands arrive
-        first: their errors are kept for a later call, and their results are dropped. The answer to
-        a command that was passed over in this way, or was waited for before, is None.
-        Raises LockstepError at the deadline, which is `timeout_s` if given. The error says `what`
-        the rank did not do.
+        A rank's answer is its result, or the RolloutError that the command raised there. Answers to
+        earlier commands arrive first: their results are dropped, and recent errors are kept for a
+        later call with their command. An answer that was dropped or returned before is None.
+        Raises LockstepError if a rank ends or does not answer in time: within `timeout_s`, None for
+        the channel's own. The error then says that the rank "did not `what` in time".
         """
         self.require()
         number = self._num_sent if sent is None else sent.number
@@ -136,37 +138,39 @@ class LeadChannel:
         return answer
 
     def _keep(self, name: str, error: RolloutError) -> None:
-        """Keep an error that arrived before the answer waited for, and drop old ones."""
+        """Keep the error of an earlier command for `answers`, and drop old errors."""
         now = self._num_answered[name]
         for key in [key for key in self._early_errors if key[1] < now - _NUM_KEPT]:
             del self._early_errors[key]
         self._early_errors[name, now] = error
 
     def check(self) -> None:
-        """Raise LockstepError if a rank is gone."""
+        """Raise LockstepError if a rank has ended, or if the channel has failed before."""
         self.require()
         for name, wire in self._wires.items():
             if wire.is_closed():
                 raise self.fail(f"{name} has ended")
 
     def require(self) -> None:
-        """Raise the LockstepError that was raised before, if there was one."""
+        """Raise LockstepError if the channel has failed or is closed."""
         if self._failure is not None:
             raise LockstepError(*self._failure.args) from self._failure
 
     def fail(self, reason: str) -> LockstepError:
-        """Send no command from now on. Returns the error that later calls raise."""
+        """Make later calls raise a LockstepError with this reason, and return it. Only the first
+        failure counts; it calls `on_failure`."""
         if self._failure is None:
             self._failure = LockstepError(f"{reason}; create a new engine")
             self.on_failure(reason)
         return self._failure
 
     def end(self, error: BaseException) -> None:
-        """Make the other ranks raise `error` instead of waiting for a command; then close."""
+        """Send `error`, which the other ranks' `receive` raises instead of a command; then close. A
+        rank that may have received half of a command is not sent anything."""
         message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
             with suppress(TimeoutError, WireClosedError):
-                self._wires[name].send(message, _LAST_WORD_S)
+                self._wires[name].send(message, _LEAVE_TIMEOUT_S)
         self.close()
 
     def close(self) -> None:
@@ -178,16 +182,16 @@ class LeadChannel:
 
 
 class FollowerChannel:
-    """The end of another rank."""
+    """The end of the wire at a rank other than 0."""
 
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire
 
     def receive(self, timeout_s: float | None = None) -> Received:
-        """Wait for the next command.
+        """Wait for the next command; `timeout_s` None means no deadline.
 
-        Raises LockstepError if rank 0 is gone or sends nothing in time, and the error that rank 0
-        has ended with.
+        Raises LockstepError if rank 0 has ended or sends nothing in time, and the error that rank 0
+        has sent with `LeadChannel.end`.
         """
         try:
             command, args, kwargs = pickle.loads(self._wire.receive(timeout_s))
@@ -200,17 +204,18 @@ class FollowerChannel:
         return Received(command, args, kwargs)
 
     def check(self) -> None:
-        """Raise LockstepError if rank 0 is gone."""
+        """Raise LockstepError if rank 0 has ended."""
         if self._wire.is_closed():
             raise LockstepError("rank 0 has ended")
 
     @property
     def has_command(self) -> bool:
-        """Whether `receive` would return at once."""
+        """Whether a command has arrived, at least in part, or rank 0 has ended."""
         return self._wire.has_message()
 
     def answer(self, value: Any) -> None:
-        """Answer the oldest unanswered command. An exception is sent as this rank's error."""
+        """Answer the oldest unanswered command. An exception is sent as this rank's error. Raises
+        as `receive` does if rank 0 has ended."""
         if isinstance(value, BaseException):
             encoded = encode_error(value)
             encoded["message"] = f"rank {self._rank}: {encoded['message']}"
@@ -219,18 +224,18 @@ class FollowerChannel:
             self._wire.send(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None)
         except WireClosedError:
             while True:
-                self.receive(0.0)  # raises the error that rank 0 has sent, or that it is lost
+                self.receive(0.0)  # raises the error that rank 0 has sent, else LockstepError
 
     def leave(self, reason: str) -> None:
-        """Send rank 0 the reason why this rank answers nothing more; then close. A second call does
-        nothing."""
+        """Send rank 0 the reason why this rank will not answer any more; then close. A second call
+        does nothing."""
         with suppress(TimeoutError, WireClosedError):
-            self._wire.send(pickle.dumps(LockstepError(reason)), _LAST_WORD_S)
+            self._wire.send(pickle.dumps(LockstepError(reason)), _LEAVE_TIMEOUT_S)
         self._wire.close()
 
 
 def raise_first(answers: Sequence[Any]) -> None:
-    """Raise the first answer that is an error, if there is one."""
+    """Raise the first of `answers` that is a RolloutError; return if there is none."""
     for answer in answers:
         if isinstance(answer, RolloutError):
             raise answer

@@ -1,8 +1,9 @@
 """Collectives: sums and gathers over the ranks of one engine.
 
-Used by the model's layers and output head, by CUDA graph capture, and by the worker where all ranks
-must agree (`any_rank`). OneRank is for an engine of one rank, GroupCollectives for a process group
-of torch.distributed; rollout.parallel.shared_collectives is for ranks that share memory.
+Used by the backends and CUDA graph capture, the model's layers and output head, the worker
+(`any_rank`) and `rollout.tensor_parallel`. OneRank serves an engine of one rank. GroupCollectives
+serves a torch.distributed group, and `rollout.parallel.shared_collectives` serves ranks that share
+memory; `rollout.backends.process_groups` makes these two.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import Tensor
 
 from rollout.errors import LockstepError
 
-# Summed in float32 and rounded once, for any number of ranks.
+# Except by NCCL, these are summed in float32 and rounded once, for any number of ranks.
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class CollectiveAbortedError(Exception):
-    """Another rank has failed, so this one stops waiting. The failed rank raises the cause."""
+    """Raised in a collective because another rank has failed. That rank raises the cause."""
 
 
 class Collectives(Protocol):
-    """Collectives of one rank. One thread calls them, in the same order and with the same shapes on
-    all ranks.
+    """One rank's access to collective operations.
 
-    A call returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`,
-    and LockstepError if a rank ends or does not call in time.
+    All ranks call them in the same order and with the same shapes, each from one thread. A call
+    returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`, and
+    LockstepError if a rank ends or does not call in time. GroupCollectives differs as it says.
     """
 
     @property
@@ -45,7 +46,7 @@ class Collectives(Protocol):
 
     @property
     def wait_seconds(self) -> float:
-        """Time that this rank's host has waited for the others."""
+        """Total seconds that this rank's host has waited for other ranks."""
         ...
 
     def all_reduce_(self, x: Tensor) -> Tensor:
@@ -54,29 +55,25 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the `x` of all ranks, [size, *x.shape]. `x` is contiguous and has the same shape
-        on all ranks."""
+        """Return the `x` of all ranks, [size, *x.shape]. `x` must be contiguous."""
         ...
 
     def abort(self) -> None:
-        """Make the calls of other ranks raise, because this rank has failed and will not join."""
+        """Make calls raise on the other ranks, because this rank has failed and will not join."""
         ...
 
     def reset(self) -> None:
-        """Allow calls again after an `abort`. No rank may be in a call. Rank 0 resets first, then
-        the others.
-
-        Raises LockstepError if these collectives cannot be used again.
-        """
+        """Allow calls again after an `abort`. Rank 0 resets first; no rank may be in a call. Raises
+        LockstepError if these collectives cannot be used again."""
         ...
 
     def close(self) -> None:
-        """Release the resources held. A second call does nothing."""
+        """Release resources. A second call does nothing."""
         ...
 
 
 class OneRank:
-    """`Collectives` of a single rank."""
+    """`Collectives` of a single rank: a sum is `x` itself."""
 
     rank, size, wait_seconds = 0, 1, 0.0
 
@@ -87,10 +84,10 @@ class OneRank:
         return x[None]
 
     def abort(self) -> None:
-        """Do nothing: no other rank waits."""
+        """Do nothing: there is no other rank."""
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Do nothing: nothing was aborted."""
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
@@ -100,7 +97,7 @@ ONE_RANK = OneRank()
 
 
 def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> bool:
-    """Return whether `is_so` is true on any rank. All ranks must call it."""
+    """Return whether `is_so` is true on any rank. A collective; waits for `device`."""
     if collectives.size == 1:
         return is_so
     return bool(collectives.all_reduce_(torch.tensor([int(is_so)], device=device)).item())
@@ -109,14 +106,15 @@ def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> boo
 class GroupCollectives:
     """`Collectives` over a process group of torch.distributed: gloo or NCCL.
 
-    With NCCL a call returns at once, and the device's stream waits for the other ranks. An `abort`
-    raises CollectiveAbortedError on its own rank and LockstepError on the others, at the latest at
-    their deadline. After an `abort` or a failed call, `reset` raises LockstepError.
+    With NCCL a call returns at once, and the device's stream waits for the other ranks. After
+    `abort` the calls of the aborting rank raise CollectiveAbortedError, and the calls of the others
+    raise LockstepError, at their deadline at the latest. After an `abort` or a failed call, `reset`
+    raises LockstepError.
     """
 
     def __init__(self, group: Any, *, timeout_s: float) -> None:
-        """`group`: a torch.distributed group, which the caller owns. `timeout_s`: deadline of each
-        gloo call; an NCCL group has its own."""
+        """`group` is a torch.distributed process group, which the caller owns. `timeout_s` is the
+        deadline of each gloo call; an NCCL group has its own deadline."""
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -145,8 +143,8 @@ class GroupCollectives:
             if self._group.name() == "gloo":
                 work.wait(self._timeout)
             else:
-                work.wait()  # the device waits, by its stream; the host goes on
-        except RuntimeError as error:  # whatever the group's library raises
+                work.wait()  # the device's stream waits, the host does not
+        except RuntimeError as error:  # what gloo and NCCL raise
             self._is_aborted = True
             raise LockstepError(
                 f"rank {self.rank} could not {what} over {self.size} ranks within "
@@ -156,14 +154,14 @@ class GroupCollectives:
 
     def abort(self) -> None:
         self._is_aborted = True
-        if hasattr(self._group, "abort"):  # NCCL: ranks that wait get an error
+        if hasattr(self._group, "abort"):  # NCCL: waiting ranks get an error
             self._group.abort()
 
     def reset(self) -> None:
         if self._is_aborted:
             raise LockstepError(
-                "a rank failed within a sum, after which a group of torch.distributed cannot go "
-                "on; create a new engine"
+                "a rank failed during a collective, and a torch.distributed group cannot be used "
+                "after that; create a new engine"
             )
 
     def close(self) -> None:

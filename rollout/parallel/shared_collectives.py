@@ -1,7 +1,7 @@
 """SharedCollectives: sums and gathers over ranks of one machine, through shared memory.
 
-RankRendezvous makes one for each rank of an engine on a CPU. Shape letters: P parity, R ranks, N
-elements or bytes.
+Used by RankRendezvous, which makes one for each rank of an engine on a CPU. Writes to the shared
+memory only. Shape letters: P parity, R ranks, N elements or bytes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rollout.parallel.collectives import HALF_TYPES, CollectiveAbortedError
 from rollout.parallel.shared_memory import SharedMemory
 
 _FLAG_BYTES = 64
-_SLOT_BYTES = 1 << 22  # of a rank's values; more go through it piece by piece
-_CHECK_INTERVAL_S = 0.05  # between two checks, while a rank waits, that the others are alive
+_SLOT_BYTES = 1 << 22  # memory for a rank's values; larger tensors are exchanged in pieces
+_CHECK_INTERVAL_S = 0.05  # between two calls of `check` while a rank waits
 
 
-SEMAPHORE_BYTES = 64  # sem_t has 32 at most; each is in a cache line of its own
-# A try takes about 0.3 microseconds. Ranks with processors of their own arrive within so many
-# tries; to sleep and wake up takes longer.
+SEMAPHORE_BYTES = 64  # a cache line for each; sem_t has at most 32 bytes
+# A try takes about 0.3 microseconds. If each rank has its own processor, the other ranks arrive
+# within this number of tries, which is faster than to sleep and wake up.
 _NUM_TRIES = 400
 
 
@@ -35,7 +35,7 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Semaphores:
-    """POSIX semaphores in shared memory, one for each SEMAPHORE_BYTES of `bytes_N`.
+    """POSIX semaphores in shared memory, one in every SEMAPHORE_BYTES bytes of `bytes_N`.
 
     A wait returns only after the writes that precede the matching post are visible to the waiting
     process (POSIX 4.12, memory synchronization).
@@ -52,7 +52,7 @@ class Semaphores:
         self._wait, self._init = waiting.sem_timedwait, waiting.sem_init
 
     def reset(self) -> None:
-        """Set all semaphores to 0. No process may be waiting at one."""
+        """Set all semaphores to 0. No process may wait for one meanwhile. Raises OSError."""
         for address in self._addresses:
             if self._init(address, 1, 0):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -63,7 +63,7 @@ class Semaphores:
             self._post(self._addresses[index])
 
     def wait(self, index: int, timeout_s: float) -> bool:
-        """Wait until the semaphore is posted. Returns False after `timeout_s`."""
+        """Wait until the semaphore is posted. Returns False after `timeout_s`. Raises OSError."""
         address, try_wait = self._addresses[index], self._try_wait
         for _ in range(_NUM_TRIES):
             if not try_wait(address):
@@ -79,7 +79,8 @@ class Semaphores:
 
 
 def shared_by_ranks(size: int) -> SharedMemory:
-    """Allocate the shared memory of `size` ranks, with all semaphores at 0. Raises ConfigError."""
+    """Return new shared memory for `size` ranks, with all semaphores at 0. Raises ConfigError if
+    the system cannot provide it."""
     parts = _parts_of(size)
     memory = SharedMemory(sum(parts))
     Semaphores(memory.bytes_N.split(parts)[1]).reset()
@@ -87,17 +88,17 @@ def shared_by_ranks(size: int) -> SharedMemory:
 
 
 def _parts_of(size: int) -> list[int]:
-    """Return the bytes of the memory's three parts: the abort flag, the semaphores, the slots."""
+    """Return the sizes in bytes of the abort flag, the semaphores and the slots, in this order."""
     return [_FLAG_BYTES, size * size * SEMAPHORE_BYTES, 2 * size * _SLOT_BYTES]
 
 
 class SharedCollectives:
-    """Implements `Collectives`. Each rank writes its values to a slot of its own, waits for all
-    others at one barrier, and adds up the slots of all ranks in the order of ranks.
+    """Implements `Collectives`. Each rank writes its values to its own slot, waits for all others
+    at a barrier, and then sums all slots in the order of ranks.
 
-    Each rank has two slots, which calls use alternately. Between two writes to one slot lies the
-    barrier of the call on the other slot, which the other ranks reach only after they have read the
-    first slot. So one barrier per call is enough.
+    One barrier per call is enough, because each rank has two slots, which calls use alternately.
+    Before a rank writes to a slot again, it passes the barrier of the call on the other slot, which
+    the other ranks reach only after they have read the first slot.
     """
 
     def __init__(
@@ -109,15 +110,14 @@ class SharedCollectives:
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`memory_N`: the bytes of `shared_by_ranks`, the same memory for all ranks. `timeout_s`:
-        how long a rank waits for the others. `check` is called while it waits, and may raise.
-        """
+        """`memory_N` is the memory that `shared_by_ranks` made, the same for all ranks. `timeout_s`
+        is how long this rank waits for another. `check` is called while it waits, and may raise."""
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         self.wait_seconds = 0.0
         flag_N, semaphores_N, slots_N = memory_N.split(_parts_of(size))
         self._is_aborted = flag_N.numpy()[:1]
-        # Rank i waits for rank j at semaphore [i, j].
+        # Rank i waits at semaphore [i, j] until rank j posts it.
         self._semaphores = Semaphores(semaphores_N)
         others = [other for other in range(size) if other != rank]
         self._waits = [(rank * size + other, other) for other in others]
@@ -155,7 +155,8 @@ class SharedCollectives:
         return (flat_N,) if flat_N.numel() <= most else flat_N.split(most)
 
     def _exchange(self, part_N: Tensor) -> Tensor:
-        """Return the parts of all ranks, [R, N], a view. The second call from now overwrites it."""
+        """Write this rank's part and return the parts of all ranks, [R, N], a view of the slots.
+        The view is valid until the second call after this one."""
         slots_PRN = self._typed.get(part_N.dtype)
         if slots_PRN is None:
             slots_PRN = self._typed[part_N.dtype] = self._slots_PRN.view(part_N.dtype)
@@ -166,7 +167,8 @@ class SharedCollectives:
         return slots_RN
 
     def _barrier(self) -> None:
-        """Wait until all ranks have called this. Raises CollectiveAbortedError, LockstepError."""
+        """Wait until all ranks have called this. Raises CollectiveAbortedError after an `abort`,
+        LockstepError after the timeout, and what `check` raises."""
         self._semaphores.post(self._posts)
         start = time.perf_counter()
         for index, other in self._waits:

@@ -1,8 +1,10 @@
 """Files mapped into the memory of several processes of one machine. Linux only.
 
-MappedFile is written through memory, and has locks for its readers and writers. SharedMemory is
-plain memory that all ranks of an engine write to. TensorFile writes tensors to an anonymous file,
-and SharedTensors reads them there: the weights of a push, of a checkpoint, or for other ranks.
+MappedFile writes a file through memory, and functions lock a file for readers or a writer. Both
+serve ReusableFile (`rollout.models.checkpoints.writer`) and the shared weight transport.
+SharedMemory is memory that all ranks of an engine write to; `rollout.backends.process_groups` makes
+it for SharedCollectives. TensorFile writes tensors to an anonymous file, and SharedTensors reads
+them: for the shared weight transport and for updates of tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ _ALIGNMENT = 64  # bytes
 
 
 class MappedFile:
-    """A file that is written through memory, and stays mapped from one writing to the next.
+    """A file that is written through mapped memory, and can be rewritten without mapping it again.
 
-    A second writing reuses its pages: page faults and zeroing of a new file take longer than the
-    copy of the bytes. The owner of the descriptor closes it.
+    Rewriting reuses the file's pages. In a new file page faults and zeroing would take longer than
+    copying the bytes. The caller owns and closes the descriptor.
     """
 
     def __init__(self, descriptor: int, capacity: int) -> None:
-        """Map an empty file. `capacity`: the largest size, in bytes, that the file may get;
-        capped by this process's limit on file sizes. No memory is taken now. Raises OSError."""
+        """Map an open, empty file. It may grow to `capacity` bytes, but not beyond this process's
+        limit on file sizes. Takes no memory yet. Raises OSError."""
         self._descriptor = descriptor
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY:
@@ -49,7 +51,7 @@ class MappedFile:
         """Return bytes [start, start + num_bytes) of the file for writing: uint8 [num_bytes].
 
         Their memory is allocated first, because a write without memory would kill the process.
-        Raises OSError without room.
+        Raises OSError if there is no memory, or beyond the capacity.
         """
         end = start + num_bytes
         if end > self._num_allocated:
@@ -59,7 +61,7 @@ class MappedFile:
             growth = min(max(self._num_allocated, _LEAST_GROWTH), _LARGEST_GROWTH)
             try:
                 self._allocate(min(max(end, self._num_allocated + growth), capacity))
-            except OSError:  # there may be room for less
+            except OSError:  # there may be memory for less
                 self._allocate(end)
         return self._bytes_N[start:end]
 
@@ -69,22 +71,20 @@ class MappedFile:
         self._num_allocated = end
 
     def cut(self, num_bytes: int) -> None:
-        """Set the size of the file, above 0. Raises OSError."""
-        self.room(0, num_bytes)  # no byte of it is without memory
+        """Set the size of the file to `num_bytes`, at least 1. Raises OSError."""
+        self.room(0, num_bytes)  # allocates memory for every byte
         os.ftruncate(self._descriptor, num_bytes)
         self._num_allocated = num_bytes
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Take a shared lock, until the last copy of the descriptor is closed in any process.
-
-    Raises BlockingIOError while a writer holds the lock.
-    """
+    """Take a shared lock. It is held until every copy of the descriptor is closed. Raises
+    BlockingIOError if a writer holds the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def lock_for_writing(descriptor: int) -> bool:
-    """Take the exclusive lock until `unlock`. Returns False if a reader holds the shared one."""
+    """Take the exclusive lock, until `unlock`. Return False if another process holds a lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -98,13 +98,13 @@ def unlock(descriptor: int) -> None:
 
 
 def map_for_reading(descriptor: int, num_bytes: int) -> Tensor:
-    """Return the first bytes of a file, uint8 [num_bytes], for reading only.
+    """Return a view of the first bytes of a file, uint8 [num_bytes]. Writes do not reach the file.
 
-    Takes the descriptor and its lock: it is closed with the last view, or on an error. Raises
-    OSError and ValueError.
+    Takes over the descriptor, with its lock: closes it when the last view is gone, and on an error.
+    Raises OSError or ValueError if the file cannot be mapped.
     """
     try:
-        # Private: torch wants writable memory, and the owner's must not be written to.
+        # Private: torch needs writable memory, but the file must not be written to.
         region = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE)
     except BaseException:
         os.close(descriptor)
@@ -117,14 +117,15 @@ def map_for_reading(descriptor: int, num_bytes: int) -> Tensor:
 
 
 class SharedMemory:
-    """Memory of several processes of one machine. Linux only.
+    """Memory that several processes of one machine share. Linux only.
 
-    `bytes_N`, uint8, is the same memory in all processes that opened `address`. It has no name that
-    could be left behind: the system frees it with the last process.
+    `bytes_N`, uint8, is the same memory in all processes that opened `address`. It has no file
+    name: the system frees it when the last process has ended.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Make `num_bytes` zeros. A page takes memory once it is written to. Raises ConfigError."""
+        """Map `num_bytes` zero bytes. Pages take memory when they are written to. Raises
+        ConfigError if the system has no memfd_create or no memory."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError(
                 "tensor_parallel_size above 1 on a CPU needs Linux (memfd_create); use 1"
@@ -135,7 +136,9 @@ class SharedMemory:
             self.bytes_N = _mapped(self._descriptor)
         except OSError as error:
             os.close(self._descriptor)
-            raise ConfigError(f"no shared memory for {num_bytes} bytes ({error})") from error
+            raise ConfigError(
+                f"cannot allocate {num_bytes} bytes of shared memory ({error}); free some memory"
+            ) from error
         self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
@@ -147,8 +150,8 @@ class SharedMemory:
 
 
 def open_shared(address: str) -> Tensor:
-    """Return the bytes of the SharedMemory at `address` of a live process. Raises
-    LockstepError."""
+    """Return the bytes of the SharedMemory at `address`. The process that made it must be running
+    and must not have closed it. Raises LockstepError if the memory cannot be opened."""
     try:
         descriptor = os.open(address, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -170,7 +173,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a tensor in the file: its first byte, dtype and shape."""
+    """Where a tensor is in the file: its first byte, dtype and shape."""
 
     start: int
     dtype: torch.dtype
@@ -178,22 +181,24 @@ class Place:
 
     @property
     def end(self) -> int:
-        """The byte after the tensor."""
+        """Offset of the byte after the tensor."""
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, bytes_N: Tensor) -> Tensor:
-        """Return the tensor as a view of the bytes of the file."""
+        """Return the tensor as a view of the file's bytes."""
         return bytes_N[self.start : self.end].view(self.dtype).view(self.shape)
 
 
 class SharedTensors(dict[str, Tensor]):
-    """Tensors by name, read-only views of the file at `address`.
+    """Tensors by name: views of `places` in the file at `address`. Writes do not reach the file.
 
-    While a view lives, the file is not written, and other ranks can open it.
+    A shared lock is held while a view exists, so that the writer does not rewrite the file. Other
+    processes can open the file meanwhile.
     """
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open the file at `address` of a live process. Raises WeightUpdateError."""
+        """Open and map the TensorFile at `address`, which its process has not closed. Raises
+        WeightUpdateError if it cannot be opened or is being written."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
             num_bytes = max((place.end for place in places.values()), default=0)
@@ -207,9 +212,10 @@ class SharedTensors(dict[str, Tensor]):
     def of_descriptor(
         cls, descriptor: int, num_bytes: int, places: Mapping[str, Place]
     ) -> SharedTensors:
-        """Map the first bytes of an open file. Takes the descriptor.
+        """Map the first `num_bytes` of an open file. Takes over the descriptor.
 
-        Raises OSError and ValueError if the file cannot be mapped or a writer holds it.
+        Raises OSError or ValueError if the file cannot be mapped or a writer holds its lock, and
+        WeightUpdateError if a place does not fit the file.
         """
         shared = cls.__new__(cls)
         shared._map(descriptor, num_bytes, places)
@@ -226,20 +232,19 @@ class SharedTensors(dict[str, Tensor]):
         for name, place in places.items():
             try:
                 self[name] = place.of(bytes_N)
-            # The dtype does not divide the bytes, or the shape is too large to count.
-            except RuntimeError as error:
-                raise WeightUpdateError(f"{name!r} cannot lie at {place}: {error}") from error
+            except RuntimeError as error:  # misaligned, or beyond the end of the file
+                raise WeightUpdateError(f"{name!r} cannot be at {place}: {error}") from error
 
 
 class TensorFile:
-    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, recorded in `places`.
-
-    Other processes can open it by `address`, once all tensors are written, until `close`.
-    """
+    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, and records `places`.
+    After `cut` and until `close`, other processes can open the file by `address`."""
 
     def __init__(self, name: str, flags: int = 0) -> None:
-        """`flags`: flags of memfd_create beside MFD_CLOEXEC. Raises ConfigError where the system
-        has no memfd_create, OSError without memory.
+        """Create the file. `flags` are flags of memfd_create in addition to MFD_CLOEXEC.
+
+        Raises ConfigError if the system has no memfd_create, and OSError if the file cannot be
+        made or mapped.
         """
         if not hasattr(os, "memfd_create"):
             raise ConfigError("shared memory for weights needs Linux (memfd_create)")
@@ -253,11 +258,12 @@ class TensorFile:
         self.address = f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def begin(self, first: int = 0) -> None:
-        """Start over: drop all places. The next tensor lies at byte `first` or later."""
+        """Drop all places and rewrite the file. The next tensor is put at byte `first` or later."""
         self.places, self.num_bytes = {}, first
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Return memory for a tensor like `values`, and record its place. Raises OSError."""
+        """Return memory with the dtype and shape of `values`, and record its place. The caller
+        writes the values. Raises OSError as `bytes_at` does."""
         start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         place = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
         bytes_N = self.bytes_at(start, place.end - start)
@@ -265,24 +271,23 @@ class TensorFile:
         return bytes_N.view(place.dtype).view(place.shape)
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """Return bytes of the file for writing, uint8 [num_bytes]. Raises OSError without room."""
+        """Return bytes [start, start + num_bytes) of the file for writing, uint8. Raises OSError if
+        there is no memory."""
         return self._file.room(start, num_bytes)
 
     def cut(self) -> None:
-        """Set the file's size to the size of its tensors, at least 1: an empty file cannot be
+        """Set the file's size to the end of its last tensor; at least 1, as an empty file cannot be
         mapped. Raises OSError."""
         self._file.cut(max(1, self.num_bytes))
 
     def close(self) -> None:
-        """Close the file, so that no further process can open it. May be called once."""
+        """Close the file: no further process can open it. Call once."""
         os.close(self.descriptor)
 
 
 def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy tensors, one after the other, from any device to shared memory.
-
-    Raises ConfigError where there is no shared memory, OSError without room.
-    """
+    """Copy named tensors from any device to a new TensorFile, and return views of it. Raises
+    ConfigError if the system has no shared memory, and OSError if there is no memory."""
     file = TensorFile("rollout-staging")
     try:
         for name, tensor in tensors:
@@ -294,5 +299,5 @@ def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
 
 
 def _memory_bytes() -> int:
-    """Return the memory of this machine, which bounds a file in memory."""
+    """Return this machine's memory in bytes, the most that a file in memory can have."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

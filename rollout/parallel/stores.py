@@ -1,4 +1,8 @@
-"""TCP stores of torch.distributed that listen at one address. Each rendezvous of ranks uses one."""
+"""TCPStores of torch.distributed that listen at one address only.
+
+Used where processes find each other: the ranks of an engine (`rollout.backends.process_groups`),
+torchrun (`rollout.launch.torchrun`), the collective weight transport, and the receiver of
+broadcasts in `rollout.serve.control`."""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ import torch.distributed as dist
 
 
 def open_store(host: str, timeout_s: float, port: int = 0) -> tuple[Any, int]:
-    """Return a store that listens at `host` alone, and its port. `port`: 0 for a free one.
+    """Return a store that listens at `host` only, and its port. `port` 0 chooses a free port.
 
-    TCPStore by itself listens at every address of the machine, whatever host it is given.
-    Raises OSError.
+    TCPStore itself would listen at every address of the machine, whatever host it is given.
+    Raises OSError if it cannot listen.
     """
-    distributed: Any = dist  # whose type hints lack this class
+    distributed: Any = dist  # its type hints lack TCPStore
     listener = socket.create_server((host, port), family=_family(host))
     port = listener.getsockname()[1]
     return distributed.TCPStore(
@@ -31,8 +35,8 @@ def open_store(host: str, timeout_s: float, port: int = 0) -> tuple[Any, int]:
 def connect_store(host: str, port: int, timeout_s: float, num_clients: int | None = None) -> Any:
     """Return a client of the store at `host` and `port`.
 
-    `num_clients`: of a store whose owner waits until so many have connected; None if it does not
-    wait. Raises RuntimeError if the store does not answer.
+    If the store waits until a number of clients have connected, `num_clients` is that number; None
+    if it does not wait. Raises RuntimeError if the store does not answer within `timeout_s`.
     """
     distributed: Any = dist
     return distributed.TCPStore(

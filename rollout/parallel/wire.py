@@ -1,7 +1,8 @@
-"""Wire: a stream of messages between two processes of one machine, with deadlines. Linux only.
+"""Wire: messages between two processes of one machine, with deadlines. Linux only.
 
-Channels send their commands and answers over wires. RankListener and `wire_to_lead` connect the
-ranks of an engine in a trainer's processes to rank 0.
+The channels of `rollout.parallel.channel` send commands and answers over Wires.
+`rollout.tensor_parallel.start` connects them: by socket pairs to the processes that it starts, and
+by RankListener and `wire_to_lead` to ranks that run in a trainer's processes.
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from rollout.errors import ConfigError, LockstepError
 
 _HEADER = struct.Struct("<Q")
 _RECEIVED_AT_ONCE = 1 << 18
-_CREDENTIALS = struct.Struct("=iII")  # process, user and group of the other end
+_CREDENTIALS = struct.Struct("=iII")  # process id, user id and group id of the other end
 _RANK = struct.Struct("<I")
 
 
 class WireClosedError(Exception):
-    """The other end is closed."""
+    """Raised by a Wire whose other end is closed."""
 
 
 class Wire(Protocol):
-    """One end of a stream. Messages arrive in order, whole or not at all."""
+    """One end of a connection. Messages arrive in order, whole or not at all."""
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
-        """Send a message. Raises TimeoutError if the other end does not read in time, and
-        WireClosedError."""
+        """Send a message. `timeout_s` None means no deadline. Raises TimeoutError if the other end
+        does not read in time, and WireClosedError if it is closed."""
         ...
 
     def receive(self, timeout_s: float | None) -> bytes:
-        """Wait for the next message. `timeout_s` None: no deadline. Raises TimeoutError and
-        WireClosedError."""
+        """Wait for the next message. `timeout_s` None means no deadline. Raises TimeoutError if
+        none arrives in time, and WireClosedError if the other end is closed."""
         ...
 
     def has_message(self) -> bool:
-        """Return whether `receive` would return, or raise, at once."""
+        """Return whether a message has arrived, at least in part, or the other end is closed."""
         ...
 
     def is_closed(self) -> bool:
-        """Return whether the other end is closed and all its messages are received."""
+        """Return whether the other end is closed and all its messages were received."""
         ...
 
     def close(self) -> None:
@@ -80,14 +81,14 @@ class SocketWire:
             except OSError as error:
                 raise WireClosedError(str(error)) from error
             if not received:
-                raise WireClosedError("it has ended")
+                raise WireClosedError("connection closed")
             self._received += received
         message = bytes(self._received[_HEADER.size : end])
         del self._received[:end]
         return message
 
     def _end_of_message(self) -> int | None:
-        """Return where the first received message ends; None while it is incomplete."""
+        """Return the offset at which the first received message ends; None if it is incomplete."""
         if len(self._received) < _HEADER.size:
             return None
         end: int = _HEADER.size + _HEADER.unpack_from(self._received)[0]
@@ -109,19 +110,20 @@ class SocketWire:
             return True
 
     def send_socket(self, passed: socket.socket) -> None:
-        """Send an open socket, which `receive_socket` returns at the other end. Unix sockets
-        only."""
+        """Send an open socket to the other end's `receive_socket`. For Unix sockets only. Raises
+        OSError."""
         socket.send_fds(self._socket, [b"\0"], [passed.fileno()])
 
     def receive_socket(self, timeout_s: float) -> socket.socket:
-        """Return the socket that the other end sends. Raises WireClosedError."""
+        """Return the socket that the other end sends with `send_socket`. Raises WireClosedError if
+        the other end is closed or sends none within `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
         except OSError as error:
             raise WireClosedError(str(error)) from error
         if len(descriptors) != 1:
-            raise WireClosedError("it has ended")
+            raise WireClosedError("connection closed")
         return socket.socket(fileno=descriptors[0])
 
     def close(self) -> None:
@@ -132,25 +134,26 @@ class SocketWire:
 
 
 def this_machine() -> str:
-    """Return the host name and boot id of this machine, which no other machine has."""
+    """Return the host name and boot id, which together identify this machine."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} ({file.read().strip()})"
 
 
 class RankListener:
-    """Accepts the connections of the other ranks at rank 0. `address` is an abstract unix
-    socket: only processes of this machine can connect, and only those of the same user are
-    accepted."""
+    """Accepts the connections of the other ranks at rank 0.
+
+    `address` is the name of an abstract Unix socket, which only processes of this machine can
+    reach. Only processes of the same user are accepted."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.bind("")  # a name of the system's choice, in no folder
+        self._socket.bind("")  # the system chooses an abstract name
         self._socket.listen()
         self.address: bytes = self._socket.getsockname()
 
     def wires(self, size: int, timeout_s: float) -> list[SocketWire]:
-        """Wait for all other ranks. Returns one wire to each, in their order. Raises
-        LockstepError."""
+        """Wait until ranks 1 to `size` - 1 have connected, and return their wires in rank order.
+        Raises LockstepError naming the ranks that do not connect within `timeout_s`."""
         wires: dict[int, SocketWire] = {}
         deadline = time.monotonic() + timeout_s
         while len(wires) < size - 1:
@@ -171,12 +174,13 @@ class RankListener:
         return [wires[rank] for rank in sorted(wires)]
 
     def close(self) -> None:
-        """Accept no further rank. A second call does nothing."""
+        """Stop accepting ranks. A second call does nothing."""
         self._socket.close()
 
 
 def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
-    """Connect `rank` to the RankListener at `address`. Raises ConfigError."""
+    """Return a wire that connects `rank` to the RankListener at `address`. Raises ConfigError if it
+    cannot connect, or if another user listens there."""
     connecting = socket.socket(socket.AF_UNIX)
     try:
         connecting.settimeout(timeout_s)
@@ -189,12 +193,12 @@ def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
         connecting.close()
         raise ConfigError(
             f"rank {rank} cannot reach rank 0 over a socket of this machine ({error}); the ranks "
-            "of pg_collection.tp are processes of one user in one network namespace"
+            "of pg_collection.tp must be processes of one user in one network namespace"
         ) from error
     return wire
 
 
 def _is_own_user(connected: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this process's user."""
+    """Return whether the other end's process has this process's user id."""
     found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -1,4 +1,4 @@
-"""Requests: their documents, events, records over checkpoints, and new tokens. No scheduling."""
+"""Requests as data: prompt and result, events, records over checkpoints, and new tokens."""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 

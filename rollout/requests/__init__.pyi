@@ -1,4 +1,4 @@
-"""What a request is: its document, its life log and its history. No scheduling, no device."""
+"""Requests as data: prompt and result, events, records over checkpoints, and new tokens."""
 
 from rollout.requests.block_hash import HASH_BASE as HASH_BASE
 from rollout.requests.block_hash import HASH_PRIME as HASH_PRIME

@@ -1,6 +1,7 @@
 """Hashes of a prompt's blocks.
 
-The coordinator routes requests by them to engines that have the prefix cached.
+`rollout.coordinator.core.dispatcher` routes requests by them to engines with the prefix in cache.
+`rollout.requests.dynamic_request` stores them as `precomputed_block_hashes`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def compute_block_hashes_batched(prompt_tokens: npt.ArrayLike, block_size: int) 
     tensor on any device, an array or a list.
 
     Each hash covers its block and all blocks before it. A trailing partial block is ignored.
-    The hash is linear and collides, so it may only route: it must never decide what KV is reused.
+    The hash is linear and collides. It is for routing and must never decide which KV is reused.
     Raises ConfigError unless block_size >= 1.
     """
     if block_size < 1:

@@ -1,6 +1,7 @@
 """Encodes the fields of requests for msgpack, and decodes them: tensors, spans, params, top-n.
 
-Used by `serialize` and `deserialize` of requests and records.
+Used by `serialize` and `deserialize` of `rollout.requests.request`, `dynamic_request` and `record`.
+`rollout` exports serialize_tensor and deserialize_tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
 
 
 def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return dtype name, shape and raw bytes of `tensor`, which may be on any device."""
+    """Return dtype name, shape and raw bytes of a tensor on any device, for msgpack."""
     bytes_N = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -44,7 +45,8 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
-    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError for anything else."""
+    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError for an unknown dtype
+    or a wrong number of bytes."""
     dtype = getattr(torch, str(encoded["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"unknown tensor dtype {encoded['dtype']!r}")
@@ -62,7 +64,7 @@ def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
 
 
 def encode_value(value: Any) -> Any:
-    """Return a plain value itself, a copy of a list, or a tensor encoded by `encode_tensor`."""
+    """Return a tensor encoded by `encode_tensor`, a list as a copy, any other value as it is."""
     if isinstance(value, torch.Tensor):
         return encode_tensor(value)
     return list(value) if isinstance(value, list) else value
@@ -102,7 +104,7 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 @cache
 def _defaults(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the default values of a dataclass's fields, without default factories, by name."""
+    """Return the default of each field of a dataclass by name; fields without one are left out."""
     found = {field.name: field.default for field in dataclasses.fields(cls)}
     return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
 

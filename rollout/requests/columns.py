@@ -1,9 +1,9 @@
 """The values that a request has of each token: TOKEN_COLUMNS, and how they are held in memory.
 
-TOKEN_COLUMNS is the one list of these values. What a new request starts with, a checkpoint, the
-merge of segments, the record on the wire and the runs of new tokens follow from it. A new column is
-an entry here, fields of the types that it names (DynamicInferenceRequest, TokenRun, TokenRuns), and
-the lines of OutputProcessor that compute it.
+TOKEN_COLUMNS is the one list of these values. `rollout.requests` (records, token runs),
+`rollout.engine` (input and output processor) and `rollout.coordinator.protocol.packed` handle all
+values by it. A new column is an entry here, fields of the types that it names
+(DynamicInferenceRequest, TokenRun, TokenRuns), and the lines of OutputProcessor that compute it.
 
 A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`.
 A request that leaves it, or that another process sends, holds NumPy arrays, which become lists when
@@ -38,8 +38,8 @@ class TokenColumn:
     typecode: type of the `array.array` to which an engine appends. Empty: it appends dictionaries
         {token id: log-prob} to a list.
     wanted_by: the field of SamplingParams that asks for it. Empty: every request has it.
-    placeholder: in a tuple, the value of a token whose segment has none. Empty: the merged request
-        has no value of such a token.
+    placeholder: a tuple of the one value that stands for a missing one in a merged request. Empty:
+        missing values are left out.
     prompt_field: the field in DynamicInferenceRequest with the same value of each prompt token.
         Empty: there is none.
     """
@@ -133,14 +133,14 @@ class _ListWhenRead:
 
 
 def lists_when_read(cls: type[T]) -> type[T]:
-    """Return the dataclass `cls`, whose ARRAY_FIELDS can be held as arrays from now on."""
+    """Let instances of the dataclass `cls` hold its ARRAY_FIELDS as arrays. A class decorator."""
     for name in ARRAY_FIELDS:
         setattr(cls, name, _ListWhenRead(name))
     return cls
 
 
 class ColumnStore:
-    """Holds the arrays of the fields that were not read as lists yet.
+    """Base of DynamicInferenceRequest that holds arrays of fields not read as lists yet.
 
     Copies of a request share the arrays; nothing changes them.
     """
@@ -171,7 +171,7 @@ class ColumnStore:
 
 
 def as_array(values: Any) -> Array | None:
-    """Return numbers as an array that holds the same numbers; None if no array type can."""
+    """Return a list or array of numbers as an array of equal numbers; None if no ArrayType can."""
     if isinstance(values, list):
         types = set(map(type, values))
         if types != {int} and types != {float}:

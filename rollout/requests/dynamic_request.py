@@ -1,7 +1,8 @@
-"""DynamicInferenceRequest: the document of a request, from its entry or last checkpoint on.
+"""DynamicInferenceRequest: a request and its result, from its entry or last checkpoint on.
 
-Users get one per request, merged by DynamicInferenceRequestRecord. While an engine runs a request,
-OutputProcessor alone writes it.
+Users get one per request, merged by DynamicInferenceRequestRecord. InputProcessor makes it, and
+OutputProcessor alone writes it while an engine runs it. `rollout.apis`, `rollout.coordinator`,
+`rollout.serve` and `trainer_hooks` read it.
 """
 
 from __future__ import annotations
@@ -80,13 +81,15 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         end token, the length or anything else did.
     num_cached_tokens: tokens of the prompt whose KV was found in the prefix cache; samples forked
         from another sample have that sample's number. None before the prefill.
-    seed: the request seed. weights_version: the version under which the request entered.
+    seed: the request's seed.
+    weights_version: the version under which the request entered.
     policy_spans: the version that sampled each position; the prompt carries `weights_version`.
     kv_spans: the version that wrote each position's KV; later positions are not written yet.
     policy_clock, kv_clock: the versions that staleness is relative to, None until a record sets
         them. completed_at_version, once set, replaces both.
-    context_kv_version_min, _mean: per generated token, over the context it attended to.
-    latency, ttft: seconds; ttft from `event_add_engine` to the first token of all segments.
+    context_kv_version_min, context_kv_version_mean: for each generated token, the oldest and the
+        mean KV version of the context that it attended to.
+    latency, ttft: seconds from the request's entry to its end, and to its first token.
     routing_indices: the experts that computed each token, int16 [num_tokens - 1, layers with
         experts, experts per token]. Row p belongs to the forward pass of position p; the last token
         has no pass. Ids are the checkpoint's, without shared experts. Unknown rows are -1; a
@@ -207,7 +210,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return None if now is None else self.staleness_at(now)[1]
 
     def staleness_at(self, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return policy and KV staleness relative to `version`: `version` minus each stamp.
+        """Return policy and KV staleness of each position: `version` minus the position's version.
 
         Both int32 [num_tokens] on the CPU. A position whose KV is not written has the age 0.
         """
@@ -217,7 +220,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         )
 
     def stamped_policy_spans(self) -> VersionSpans:
-        """Return a copy of the policy spans, in which tokens without a stamp carry the clock."""
+        """Return a copy of the policy spans, in which positions without a version get the policy
+        clock, or `weights_version` without a clock."""
         clock = self.weights_version if self.policy_clock is None else self.policy_clock
         return self._padded(self.policy_spans, clock)
 
@@ -275,9 +279,10 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return copied
 
     def complete(self) -> None:
-        """Compute the KV versions of the tokens' contexts, and hold arrays as columns.
+        """Add the context KV versions, and move arrays to the columns.
 
-        An engine keeps no such versions while it runs the request: they follow from `kv_spans`.
+        An engine keeps no context KV versions while it runs the request. They follow from
+        `kv_spans`, and are left out if it does not cover the contexts.
         """
         num_missing = self.num_generated_tokens - len(self.column("context_kv_version_min"))
         if num_missing and len(self.kv_spans) >= self.num_tokens - 1:

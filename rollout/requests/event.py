@@ -1,4 +1,8 @@
-"""Events of a request: what happened to it, and when. OutputProcessor logs them."""
+"""Events of a request: what happened to it, and when.
+
+OutputProcessor adds them; `rollout.requests.record` adds an ADD_ENGINE event that is missing, and
+`rollout.generated_text` the errors of a tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +83,8 @@ class DynamicInferenceEvent:
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceEvent:
         """Return the event that `serialize` wrote; an error of unknown type is a RemoteError.
 
-        Raises ProtocolError on an unknown event type or missing keys.
+        Raises ProtocolError for an unknown event type or missing keys, EventPayloadError for a
+        payload of the wrong kind.
         """
         try:
             event_type = DynamicInferenceEventType[obj["type"]]

@@ -4,8 +4,9 @@ A checkpoint appends a segment, whose prompt is all tokens so far. `merge` joins
 the request that a user gets. A segment without values of a token column contributes the column's
 placeholders, so that values stay aligned with tokens. If no segment has values the result is None.
 
-Used by the engine, whose OutputProcessor owns its records; by the coordinator's protocol, which
-sends them to clients (`serialize_apart`, `deserialize`); and by generated_text, which adds texts.
+OutputProcessor owns the records of unfinished requests. `rollout.coordinator.protocol.packed`
+encodes records for clients, `rollout.generated_text` adds texts, and `rollout.apis.streaming`,
+`rollout.serve.health` and `rollout.serve.page.recent` merge records.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
 Segments = Sequence[DynamicInferenceRequest]
-# The outcome of a segment, which says nothing about the next one.
+# Fields of a segment's outcome, which are None in the next segment.
 _CLEARED_BY_CHECKPOINT = (
     "prompt",
     "inference_parameters",
@@ -68,7 +69,7 @@ class DynamicInferenceRequestRecord:
         return cls(requests=[request])
 
     def __getitem__(self, idx: int) -> DynamicInferenceRequest:
-        """Return segment `idx`."""
+        """Return segment `idx`, the first one at 0."""
         return self.requests[idx]
 
     @property
@@ -141,8 +142,8 @@ class DynamicInferenceRequestRecord:
         are read. num_tokens_to_generate and min_tokens shrink by the tokens generated. The prompts
         of all segments are views of one tensor, so a segment costs little memory.
         The new segment keeps the request's ADD_ENGINE event, or adds one if there is none.
-        `tokenizer` is accepted for callers of the former interface and not used. Raises
-        EngineStateError if no token is left to generate.
+        `tokenizer` is ignored; callers of the former interface pass it. Raises EngineStateError if
+        no token is left to generate.
         """
         old = self.current
         params = _remaining_params(old)
@@ -201,7 +202,8 @@ class DynamicInferenceRequestRecord:
         Fields of the prompt come from the first segment and fields of the outcome from the last;
         values per token and events are joined. Log-probs are float32 tensors. The experts of a
         position come from the first segment that recorded them. The record does not change.
-        `tokenizer` is accepted for callers of the former interface and not used.
+        `tokenizer` is ignored; callers of the former interface pass it. Raises EngineStateError for
+        a record without segments.
         """
         if not self.requests:
             raise EngineStateError("an empty record has nothing to merge; begin with from_request")
@@ -269,7 +271,8 @@ class DynamicInferenceRequestRecord:
 
 
 def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None:
-    """Return the params of the next segment: fewer tokens to generate, all else equal."""
+    """Return the params of the next segment: num_tokens_to_generate and min_tokens are lowered by
+    the tokens generated. Raises EngineStateError if none is left to generate."""
     params = request.sampling_params
     if params is None:
         return None
@@ -362,9 +365,10 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
-    """Return the last segment whose prompt is the original one: it has the prompt's values.
+    """Return the segment that has the prompt's log-probs, ranks and top-n.
 
-    It is the first segment, unless that was evicted before its first token and started over.
+    It is the last segment whose prompt is the original one: the first segment, unless the request
+    was evicted before its first token.
     """
     num_prompt_tokens = len(segments[0].prompt_tokens)
     return [s for s in segments if len(s.prompt_tokens) == num_prompt_tokens][-1]

@@ -1,6 +1,7 @@
 """InferenceRequest: a prompt, its sampling parameters, and the result. Data only.
 
-DynamicInferenceRequest, which engines return, is built on it.
+Base of DynamicInferenceRequest, which engines return. Engine, `rollout.apis.streaming` and FakeLLM
+use Status.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Status(Enum):
 class InferenceRequest:
     """One inference request.
 
-    arrival_time, and seconds in `tpot` (one per generated token), are floats.
+    arrival_time: seconds since the epoch.
+    tpot: seconds from the previous token (or the entry) to each generated token.
     inference_parameters: former name of `sampling_params`, used if that is None.
     *_log_probs: float32, one per token; prompt positions start at the second token.
     *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 if unknown.
@@ -87,7 +89,11 @@ class InferenceRequest:
 
     @classmethod
     def deserialize(cls: type[Request], obj: Mapping[str, Any]) -> Request:
-        """Return the request that `serialize` wrote. Raises ProtocolError for anything else."""
+        """Return the request that `serialize` wrote.
+
+        Raises ProtocolError for unknown, missing or unreadable fields, and the errors of readable
+        fields with illegal values, such as InvalidRequestError.
+        """
         return decode_fields(cls, obj, cls._codecs)
 
 

@@ -1,6 +1,6 @@
-"""The experts that computed each token of a request: merging what several segments recorded.
+"""Merges the expert ids that several segments of a request recorded for its tokens.
 
-Used by the merge of records and by trainer_hooks, which replay the routing.
+Used by `rollout.requests.record`, `trainer_hooks.collate` and `trainer_hooks.losses.routing_forms`.
 
 Shape letters: P positions, L layers with experts, K experts of a token.
 """
@@ -18,8 +18,8 @@ def first_known(parts: Iterable[torch.Tensor | None], num_positions: int) -> tor
     """Return one routing [P, L, K] from several parts that recorded the same positions.
 
     Row p of a part belongs to position p; a part may have fewer rows, or more. The result has the
-    row of the first part that knows the position: the next token was drawn from that pass, and its
-    log-prob is kept even if the position was computed again later. Rows that no part knows are -1.
+    row of the first part that knows the position, even if the position was computed again later:
+    the next token was sampled from that first pass. Rows that no part knows are -1.
     Returns None if all parts are None.
     """
     known = [part for part in parts if part is not None]

@@ -1,8 +1,9 @@
-"""Newly generated tokens with their provenance: TokenRun of one request, TokenRuns of many.
+"""Newly generated tokens and their weights versions: TokenRun of one request, TokenRuns of many.
 
-An engine makes them (OutputProcessor.new_tokens, TokenRun.of); the coordinator, its clients and the
-HTTP server send, cut and join them. Columns that a request may lack (log-probs, ranks, top-n) are
-the REQUESTED_COLUMNS of rollout.requests.columns.
+OutputProcessor makes them. `rollout.apis`, `rollout.coordinator` and `rollout.serve` send, cut and
+join them. An attempt is one try of a request; if its engine fails, the next attempt continues on
+another engine. Columns that a request may lack (log-probs, ranks, top-n) are the REQUESTED_COLUMNS
+of rollout.requests.columns.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
 
 
 class TokenRun(WithColumns, frozen=True, kw_only=True):
-    """Generated tokens [offset, offset + n) of a request with their provenance.
+    """Generated tokens [offset, offset + n) of a request, with the versions behind each token.
 
-    Offsets count the generated tokens of all segments and attempts. entry_version: the weights
-    version under which the request entered its first engine.
+    Offsets count the generated tokens of all segments and attempts.
+    entry_version: the weights version under which the request entered its first engine.
     token_ids, policy_versions, context_kv_version_min: int32 [n]; context_kv_version_mean:
     float64 [n]; log_probs: float32 [n], ranks: int32 [n] and top_n if they were asked for.
     """
@@ -172,7 +173,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return replace(self, offset=offset, **rest)
 
     def request_fields(self, params: SamplingParams) -> dict[str, Any]:
-        """Return the tokens as fields of the DynamicInferenceRequest that goes on after them.
+        """Return the tokens as fields of a new DynamicInferenceRequest that continues after them.
 
         Values that are not in a run, such as the tokens' times, have their placeholders.
         """
@@ -186,7 +187,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return fields
 
     def policy_spans(self, num_prompt_tokens: int) -> VersionSpans:
-        """Return the version of each token of the prompt and of the run, which begins after it."""
+        """Return the policy versions of a prompt of this length, followed by the run's."""
         spans = VersionSpans([(num_prompt_tokens, self.entry_version)])
         for version in self.policy_versions.tolist():
             spans.append(1, version)
@@ -211,7 +212,7 @@ _PER_TOKEN = tuple(name for name in columns_of(TokenRun) if name not in _REQUEST
 
 
 class TokenRuns(WithColumns, frozen=True, kw_only=True):
-    """The TokenRuns of R attempts with T tokens together, in one set of columns.
+    """Runs of R attempts, with T tokens together, in one set of columns.
 
     request_ids, attempts, offsets: int64 [R]; counts: int32 [R], tokens of each; entry_versions:
     int32 [R]. has_log_probs, has_ranks, has_top_n: uint8 [R], 1 for attempts with tokens in
@@ -250,7 +251,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         return len(self.request_ids)
 
     def _num_before(self, row: int) -> dict[str, int]:
-        """Return how many values each column has of the attempts before `row`."""
+        """Return, by column, the number of values of the attempts before `row`."""
         counts = self.counts[:row]
         numbers = dict.fromkeys(_PER_TOKEN, int(counts.sum(dtype=np.int64)))
         for name in _REQUESTED:

@@ -1,6 +1,6 @@
 """Checks of a request before it is queued: its form, whether it can ever run, its longest length.
 
-Used by InputProcessor. Nothing is changed.
+Used by `rollout.engine.input_processor`; `rollout.engine.build` makes the limits. Changes nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits of an engine; lengths are in tokens. `can_score_prompts`: the engine computes logits
-    of prompt tokens, for requests that want prompt log-probs.
+    """Limits of an engine; lengths are in tokens.
+
+    can_score_prompts: the engine computes logits of prompt tokens, for prompt log-probs.
     """
 
     vocab_size: int
@@ -35,8 +36,9 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Result of `admit`. max_length: most tokens of prompt and output.
+    """Result of `admit`.
 
+    max_length: most tokens of prompt and output together.
     error: the reason why the request can never run on this engine; None if it can.
     clamped: the reason for fewer tokens than it asks for; None if it may get all of them.
     """
@@ -49,7 +51,8 @@ class Admission:
 def check_well_formed(
     prompt_tokens: Tokens[int], params: SamplingParams, limits: AdmissionLimits
 ) -> None:
-    """Raise InvalidRequestError for a request that no engine of this model could run."""
+    """Raise InvalidRequestError for a prompt or params that do not fit the model or each other, and
+    for prompt log-probs if the engine cannot score prompts."""
     if not len(prompt_tokens):
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     low, high = min(prompt_tokens), max(prompt_tokens)
@@ -87,7 +90,8 @@ def admit(
 ) -> Admission:
     """Return the longest length of a well-formed request, or the reason why it can never run.
 
-    P prompt tokens and N new tokens need KV for P + N - 1 positions.
+    `num_prompt` is the number of prompt tokens. P prompt tokens and N new tokens need KV for
+    P + N - 1 positions.
     """
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:

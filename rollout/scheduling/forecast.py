@@ -1,7 +1,7 @@
 """MemoryForecast: predicts from the expected lengths of outputs whether one more request fits.
 
-The scheduler asks it before it admits or forks a request. RunningRequests reports to it which
-sequences start, grow, end and are preempted.
+Scheduler makes it, and asks it before it admits or forks a request. RunningRequests reports to it
+which sequences start, grow, end and are preempted. Its statistics are kept in memory only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the draw of request number `arrival`, from which `last_blocks` expects its length.
+    """Return the draw from which `last_blocks` derives the expected length of request `arrival`.
 
-    It is not random: the draws of many requests fill the unit exponential distribution evenly.
+    Draws are not random: those of many requests fill the unit exponential distribution evenly.
     """
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
@@ -146,7 +146,7 @@ class MemoryForecast:
     # ---- events
 
     def start_step(self) -> None:
-        """Begin a step: drop the forecast of the last step, and shrink the reserve."""
+        """Drop the forecast of the last step, and shrink the reserve."""
         self._own, self._num_untaken = None, 0
         self._num_reserved *= 1.0 - _RESERVE_DECAY
 
@@ -156,9 +156,7 @@ class MemoryForecast:
         self.observe_length(sequence)
 
     def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit or an
-        abort.
-        """
+        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit or abort."""
         self._num_blocks_at_limits -= sequence.max_blocks
         if has_stopped:
             self._lengths.stop(sequence.num_output_blocks - 1)
@@ -188,9 +186,10 @@ class MemoryForecast:
     ) -> int:
         """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it fits.
 
-        It takes `num_own` blocks at once, or in the next step if `takes_later`. It fits if the pool
-        holds the expected lengths of all sequences; the caller then starts it, because this step's
-        forecast counts it from now on. If no sequence runs, it needs only its `num_own` blocks.
+        The candidate takes `num_own` blocks at once, or in the next step if `takes_later`. It fits
+        if the pool holds the expected lengths of all sequences. The caller must then start it,
+        because this step's forecast counts it from now on. If no sequence runs, it needs only its
+        `num_own` blocks.
         """
         num_short = num_own - self._kv.num_free_blocks
         if num_short > 0:

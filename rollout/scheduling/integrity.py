@@ -1,7 +1,7 @@
 """Checks the invariants of a scheduler's queue, rows and KV blocks.
 
-Used by `Engine.check_integrity`, in tests and when a bug is suspected: it takes O(requests +
-blocks), too long for every step.
+Used by Scheduler.violations for `Engine.check_integrity`, in tests and when a bug is suspected. It
+takes O(requests + blocks), too long for every step.
 """
 
 from __future__ import annotations

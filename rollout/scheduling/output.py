@@ -1,7 +1,7 @@
 """The scheduler's results: `schedule` returns a SchedulerOutput, `update_from_output` a StepUpdate.
 
-PlannedStep creates them. StepPipeline passes a plan to the executor, and the rest to
-OutputProcessor and to the counters. They are not changed, except for PrefilledPrompt.kv_spans.
+PlannedStep creates both. StepPipeline passes the plan to the executor, and the rest to
+OutputProcessor and the engine's counters. Nothing in them changes, except PrefilledPrompt.kv_spans.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StepUpdate:
     request_ids, token_ids, sample_indices: the requests with a new token, that token, and its
         sample row in StepOutput; equally long. A request whose logits were not finite has no new
         token.
-    finished: the requests that end, with or without a new token.
+    finished: the requests that end with this step, with or without a new token.
     prefilled: the requests for which the step has computed a chunk of the prompt.
     scored: the requests with prompt tokens that the step has scored.
     """

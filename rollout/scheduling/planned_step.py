@@ -1,4 +1,8 @@
-"""PlannedStep: one step, from the scheduler's decisions to its result. Scheduler alone uses it."""
+"""PlannedStep: one step, from the scheduler's decisions to its result.
+
+Scheduler makes it, RunningRequests adds block copies and preemptions, and
+`rollout.scheduling.integrity` reads the steps in flight. It writes into the step's sequences.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,9 @@ from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 class PlannedStep:
     """One step: its sequences, the work for each of them, and its StepPlan.
 
-    The scheduler adds rows: first the rows that decode, then prefills and forks. The order of rows
-    is the order of the step's tokens. Adding a row changes the counts of its sequence. `build_plan`
-    packs the rows, and `update_from_output` writes the result into the sequences.
+    The scheduler adds rows: first the rows that decode, then prefills and forks. The step's tokens
+    have the order of the rows. Adding a row raises the counts of its sequence. `output` returns the
+    rows as a StepPlan, and `update_from_output` writes the result into the sequences.
     """
 
     def __init__(self, step_id: int, weights_version: int) -> None:
@@ -73,7 +77,7 @@ class PlannedStep:
     def add_copies(
         self, copies: list[tuple[int, int]], num_written: list[int], sequence: Sequence
     ) -> None:
-        """Copy blocks of `sequence`, which are (source, target), before the step.
+        """Add block copies that run before the step: (source, target) pairs of block ids.
 
         `num_written`: the number of tokens to copy of each block. `sequence` holds the targets.
         """
@@ -84,10 +88,8 @@ class PlannedStep:
         self.copied.append(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Add a row for each sequence that decodes: compute its newest token and draw the next one.
-
-        These rows come before all others.
-        """
+        """Add a row for each sequence that decodes: it computes its newest token and samples the
+        next. These rows come before all others."""
         assert not self.num_tokens, "decode rows come first"
         for sequence in sequences:
             sequence.num_in_flight += 1
@@ -108,7 +110,7 @@ class PlannedStep:
     def add_prefill(self, sequence: Sequence, count: int) -> None:
         """Add a row that computes the next `count` known tokens of a sequence.
 
-        If they include its last known token, the next token is drawn.
+        If they include its last known token, the next token is sampled.
         """
         start, end = sequence.num_computed, sequence.num_computed + count
         self._prefill_token_ids.extend(sequence.tokens[start:end])
@@ -127,7 +129,8 @@ class PlannedStep:
             self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Draw a token for `child` from the logits of `parent`, whose row was added last."""
+        """Sample a token for `child`, which shares the KV of `parent`, from the logits of `parent`,
+        whose row was added last."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
@@ -135,7 +138,7 @@ class PlannedStep:
         self._add_sample(child)
 
     def _add_sample(self, sequence: Sequence) -> None:
-        """Draw the sequence's next token from the logits of the token that was added last."""
+        """Sample the sequence's next token from the logits of the token that was added last."""
         if sequence.is_new_row:
             self._add_new_row(sequence)
         self._sample_sources.append(self.num_tokens - 1)
@@ -169,7 +172,7 @@ class PlannedStep:
         sequence.num_blocks_sent = len(blocks)
 
     def _add_scores(self, sequence: Sequence, start: int, end: int) -> None:
-        """Score the prompt tokens that follow positions [start, end)."""
+        """Add scores of the prompt tokens that follow the positions [start, end)."""
         last = min(end, sequence.num_prompt - 1)
         if last <= start:
             return  # no prompt token follows the last one, nor what was generated after it
@@ -182,7 +185,7 @@ class PlannedStep:
         self._score_ranks |= params.return_ranks
 
     def build_plan(self) -> StepPlan:
-        """Pack the rows into arrays."""
+        """Return the rows as a StepPlan of int32 arrays."""
         columns: dict[str, list[int]] = {
             "rows": self._rows,
             "query_lens": self._query_lens,
@@ -228,12 +231,13 @@ class PlannedStep:
     # ---- the result
 
     def update_from_output(self, output: StepOutput) -> StepUpdate:
-        """Record the version that wrote the KV, and append sampled tokens to the sequences.
+        """Append the version that wrote the KV, and the sampled tokens, to the sequences.
 
-        Sequences that have ended meanwhile get no token. Returns the changes for the records.
+        Sequences that have ended since the step was planned get no token. Returns the changes for
+        the records.
         """
         for sequence, count in self.computed:
-            # Also where the sequence has ended: the children of its fork go on in the same blocks.
+            # Also if the sequence has ended: the children of its fork use the same blocks.
             sequence.kv_spans.append(count, self.weights_version)
         for parent, child in self.forks:
             if child.phase is not Phase.FINISHED:
@@ -271,9 +275,8 @@ class PlannedStep:
     def cache_blocks(self, kv_cache_manager: KVCacheManager) -> None:
         """Index the blocks that the step has filled. Called after `update_from_output`."""
         for sequence, _ in self.computed:
-            # Also where the sequence has ended: its blocks are there until the step has left the
-            # flight, and the children of its fork go on from them. But the tokens that were sampled
-            # after its end are not known.
+            # Also if the sequence has ended: it holds its blocks while the step is in flight, and
+            # the children of its fork use them. But tokens sampled after its end are not known.
             if len(sequence.kv_spans) <= len(sequence.tokens):
                 kv_cache_manager.cache_blocks(
                     sequence.table, sequence.tokens, sequence.kv_spans, self.weights_version

@@ -1,6 +1,6 @@
-"""A scheduler's requests: the waiting ones (RequestQueue) and those with rows (RunningRequests).
+"""A scheduler's requests: waiting ones in a RequestQueue, ones with rows in RunningRequests.
 
-The scheduler owns one of each.
+Only Scheduler makes and calls them. They change sequences, KV blocks and the memory forecast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class RunningRequests:
     newest request is preempted: its row and blocks are freed, and the scheduler queues it again.
     With `max_paused_blocks` above 0, a request that finds no block is paused instead and keeps its
     blocks. Paused requests are preempted, newest first, while all of them together hold more blocks
-    than that. `paused` has the paused requests in order.
+    than that. A request is also paused if all newer requests have a step in flight, which forbids
+    preemption. `paused` has the paused requests in order.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class RunningRequests:
             self._free(sequence)
 
     def leave_flight(self, step: PlannedStep) -> None:
-        """Record that the step has left the flight, and free ended sequences that waited for it."""
+        """Record that a step is no longer in flight, and free ended sequences that only it held."""
         for sequence in step.sequences():
             sequence.num_in_flight -= 1
             if sequence.phase is Phase.FINISHED and not sequence.num_in_flight:
                 self._free(sequence)
 
     def release(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Free the rows and blocks of sequences, which wait from now on. Returns them in order."""
+        """Free the rows and blocks of sequences, for the caller to queue. Returns them in order."""
         ordered = sorted(sequences, key=order_of)
         for sequence in ordered:
             assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
@@ -169,7 +170,10 @@ class RunningRequests:
     # ---- blocks for the next step
 
     def allocate(self, step: PlannedStep) -> list[Sequence]:
-        """Give each sequence the blocks of its next tokens. Returns the sequences that got them."""
+        """Give each sequence the blocks of its next tokens. Returns the sequences that can run.
+
+        Records in `step` which sequences are paused, resumed and preempted.
+        """
         self._forecast.start_step()
         runnable: list[Sequence] = []
         for sequence in self._sequences.copy():
@@ -190,8 +194,8 @@ class RunningRequests:
     def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
         """Give one sequence the blocks of its next tokens, whatever its place in the order.
 
-        If it waits, a row is free for it afterwards. Other sequences are preempted if they hold the
-        blocks or the row that it needs.
+        If the sequence waits, a row is free for it afterwards. Newest first, other sequences are
+        preempted until it has its blocks.
         """
         has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
         has_blocks = has_row and self._allocate(sequence, step)
@@ -203,7 +207,8 @@ class RunningRequests:
         self._resume(step, [sequence])
 
     def _allocate_or_preempt(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence its blocks, preempting newer sequences if needed; else pause it."""
+        """Give the sequence its blocks, preempting newer ones if needed; else pause it. Returns
+        False if it cannot run in this step."""
         while not self._allocate(sequence, step):
             if not self._preempt_for(sequence, step):
                 self._pause(sequence, step)
@@ -213,7 +218,10 @@ class RunningRequests:
         return True
 
     def _allocate(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence blocks for all its tokens. Returns False if there are too few."""
+        """Give the sequence blocks for all its tokens. Returns False if there are too few.
+
+        Copies of shared blocks that it will write are added to `step`.
+        """
         start, end = sequence.num_computed, sequence.num_tokens
         copies = self._kv.allocate(sequence.table, start, end)
         if copies is None:
@@ -260,9 +268,10 @@ class RunningRequests:
             step.paused.append(sequence)
 
     def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Pause the newest sequences in flight, as many as hold the blocks that older ones lack.
+        """Pause as many of the newest runnable sequences as hold the blocks that older ones lack.
 
-        Plans in flight protect them from preemption now; they are preempted in the next step.
+        Steps in flight forbid to preempt them now; the next step preempts them. Does nothing with
+        `max_paused_blocks` above 0.
         """
         short = [s for s in self.paused if s.num_tokens > s.writable_end]
         if self._max_paused_blocks or not short:
@@ -283,7 +292,7 @@ class RunningRequests:
     def _preempt_excess(self, step: PlannedStep) -> None:
         """Preempt the newest paused sequences until the rest hold at most `max_paused_blocks`.
 
-        The oldest running sequence is never preempted: the blocks that it waits for are in flight.
+        Does nothing if that is 0. Sequences in flight, and the oldest sequence, are not preempted.
         """
         num_held = sum([len(s.table.blocks) for s in self.paused])
         for sequence in reversed(self.paused.copy()):

@@ -3,7 +3,8 @@
 Continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first, prefill
 chunks share what is left of `max_tokens`. The order is fixed: higher priority first, then arrival.
 A request is admitted when the expected lengths of outputs leave room for it. StepPipeline calls
-`schedule` and `update_from_output`; the engine adds and ends requests.
+`schedule` and `update_from_output`, Engine adds and ends requests, and Suspension queues running
+requests again. `rollout.engine.build` makes it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from rollout.step.plan import StepPlan
 from rollout.telemetry import SchedulerCounts
 from rollout.version_spans import VersionSpans
 
-# One admission in so many takes the request that has waited longest, whatever its priority.
+# Every 16th admission takes the request that has waited longest, whatever its priority.
 ADMISSIONS_PER_AGED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockedHead:
-    """A head of the queue that found no room, and the conditions to try it again."""
+    """The head of the queue that found no room, and the conditions to try it again."""
 
     order: tuple[int, int]
     weights_version: int
@@ -50,7 +51,8 @@ class _BlockedHead:
 
 
 class Scheduler:
-    """Implements `SchedulerInterface` of rollout.engine.protocols. The only writer of sequences.
+    """Implements `SchedulerInterface` of rollout.engine.protocols. Only it and its parts write
+    sequences.
 
     `schedule` may be called again before the result of its plan is known: `in_flight` has the
     planned steps without a result, oldest first. Each of `requests` is in `waiting`, or in
@@ -193,7 +195,7 @@ class Scheduler:
     # ---- one step
 
     def schedule(self, weights_version: int) -> SchedulerOutput:
-        """Plan the next step and count its tokens as planned. Changes blocks, rows and phases."""
+        """Plan the next step and put it in flight. Changes blocks, rows, phases and counts."""
         step = PlannedStep(self._next_step_id, weights_version)
         runnable = self.running.allocate(step)
         for sequence in step.preempted:
@@ -209,9 +211,9 @@ class Scheduler:
         return self._enter_flight(step)
 
     def schedule_alone(self, request_id: int, weights_version: int) -> SchedulerOutput:
-        """Plan a step of this request alone, whatever its place. No plan may be in flight.
+        """Plan a step of this request alone, whatever its place in the queue.
 
-        The request shares no cached prefix and forks no group.
+        No plan may be in flight. The request shares no cached prefix and forks no group.
         """
         sequence = self.requests[request_id]
         step = PlannedStep(self._next_step_id, weights_version)
@@ -227,7 +229,7 @@ class Scheduler:
         return self._enter_flight(step)
 
     def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
-        """Put a step in flight if it has rows. Returns its plan and the decisions."""
+        """Put a step in flight if it has tokens. Returns its plan and the decisions."""
         has_queue = len(self.waiting) > 0
         is_deferred = has_queue and self._awaits_leader(self.waiting.head)
         self._num_without_room = 0 if is_deferred else len(self.waiting)
@@ -242,7 +244,7 @@ class Scheduler:
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
         """Write the result of the oldest plan in flight into its sequences.
 
-        Finished requests leave the scheduler.
+        Finished requests leave the scheduler. Returns the changes for the records.
         """
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
@@ -286,11 +288,11 @@ class Scheduler:
         return requeued
 
     def requeue_running(self) -> tuple[int, ...]:
-        """Send all requests that have rows back to the queue, without their KV. Returns ids."""
+        """Queue all requests that have rows again, without their KV. Returns their ids."""
         return self._requeue(self.running)
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
-        """Send the requests whose oldest KV was written before `version` back to the queue."""
+        """Queue the requests with KV written before `version` again. Returns their ids."""
         return self._requeue([s for s in self.running if s.kv_spans and s.kv_spans.min() < version])
 
     # ---- from queue to row, and back
@@ -321,7 +323,7 @@ class Scheduler:
     # ---- prefill and admission
 
     def _add_running(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Plan a token of each sequence that decodes, then chunks of the prompts begun."""
+        """Plan a token of each sequence that decodes, then chunks of prompts begun earlier."""
         step.add_decodes([s for s in runnable if s.is_on_device])
         if step.num_tokens == len(runnable):
             return
@@ -332,8 +334,8 @@ class Scheduler:
     def _chunk_size(self, step: PlannedStep, sequence: Sequence) -> int:
         """Return how many tokens of the sequence's prefill fit this step; 0 if it must wait.
 
-        Without chunked prefill a prompt runs whole or not at all, unless no step could hold it: it
-        then takes what it can get, and also once it has begun.
+        Without chunked prefill a prompt waits until it fits whole. A prompt longer than any step,
+        or whose prefill has begun, gets the room that is left.
         """
         room = max(0, self.max_tokens - step.num_tokens)
         if sequence.num_uncomputed <= room:
@@ -349,7 +351,8 @@ class Scheduler:
             self._fork_group(step, sequence)
 
     def _fork_group(self, step: PlannedStep, leader: Sequence) -> None:
-        """Let the leader's siblings share its KV and its logits, as far as rows and blocks go.
+        """Start the leader's waiting siblings, as many as rows and blocks allow. They share its KV
+        and its logits.
 
         Each takes a block of its own in the next step. A sibling that wants its prompt scored
         computes the prompt itself.
@@ -404,7 +407,7 @@ class Scheduler:
             self._add_prefill(step, sequence, count)
 
     def _match_prefix(self, sequence: Sequence, weights_version: int) -> None:
-        """Share the cached blocks of the sequence's first tokens, and start after them.
+        """Give the sequence the cached blocks of its first tokens, which count as computed.
 
         A sequence that wants its prompt scored needs the logits of all tokens and shares nothing.
         """
@@ -428,7 +431,8 @@ class Scheduler:
     def _allocate_first(self, sequence: Sequence) -> int:
         """Give the head of the queue blocks for all tokens it has, if it is expected to fit.
 
-        Returns how many blocks are missing. If any is, none is taken, and no cached one given up.
+        Returns how many blocks are missing. If any is missing, none is taken, and no cached block
+        is evicted.
         """
         start, end = sequence.num_computed, sequence.num_tokens
         num_own = self._kv.blocks_for(end) - len(sequence.table.blocks)
@@ -453,7 +457,7 @@ class Scheduler:
         )
 
     def _awaits_leader(self, sequence: Sequence) -> bool:
-        """Return whether its group's prompt is being computed now, so that it will be forked."""
+        """Return whether another sample of its group computes the prompt now and will fork it."""
         if sequence.group_id is None or not sequence.is_fresh or sequence.wants_prompt_logprobs:
             return False
         leader = self._leaders.get(sequence.group_id)

@@ -1,4 +1,8 @@
-"""Sequence: the running state of one request. Only the scheduler and its parts write it."""
+"""Sequence: the running state of one request.
+
+Scheduler makes it. It is written by Scheduler, RequestQueue, RunningRequests, MemoryForecast and
+PlannedStep.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,7 @@ order_of, request_id_of = attrgetter("order"), attrgetter("request_id")
 
 
 class Phase(Enum):
-    """Phase of a sequence: waiting in the queue, running in a row, paused in its row because no
-    block was free for its next token, or ended.
-    """
+    """Phase of a sequence. PAUSED: it keeps its row, but found no block for its next token."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -34,19 +36,19 @@ class Sequence:
     num_prompt      length of the original prompt, before any checkpoint
     num_prompt_blocks, max_blocks   blocks of the prompt, and of all tokens that may be computed
     assumed_blocks  max_blocks, or fewer if the request gives no limit
-    length_draw     quantile of the expected output length, as a draw of MemoryForecast
+    length_draw     quantile of the expected output length, by `length_draw` of the forecast
     num_output_blocks   blocks of output that the forecast has counted
     num_computed    positions whose KV is written
     num_cached      positions found in the prefix index when it began to run
     num_tokens      prompt and sampled tokens; tokens beyond len(tokens) are still on the device
     num_entered     tokens with which it entered this engine
     num_in_flight   number of plans in flight that compute or sample it
-    num_blocks_sent number of first blocks of the table that earlier plans have named
+    num_blocks_sent number of blocks, from the table's first on, that plans have sent to the device
     writable_end    positions before this one can be written: the sequence alone holds their blocks
     is_on_device    it decodes: its last token was sampled in this row
     is_new_row      no plan has named the sampling parameters of its row yet
-    kv_spans        the version that wrote the KV of each committed position. The request's
-                    document reads the same object while it grows; `restart` makes a new one.
+    kv_spans        the version that wrote the KV of each committed position. The request's record
+                    holds the same object while it grows; `restart` makes a new one.
     """
 
     request_id: int

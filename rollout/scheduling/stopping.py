@@ -1,6 +1,6 @@
 """check_stop: whether a request ends, from its tokens and, for stop words, from their text.
 
-The scheduler calls it for tokens that may end a request.
+PlannedStep calls it for tokens that may end a request; InputProcessor makes each StopRule.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from rollout.generated_text import StopStrings
 
 
 class Stop(NamedTuple):
-    """The end of a request. stop_reason: the stop token id or stop word that ends it; None if an
-    end token or the length does.
+    """The end of a request.
+
+    finish_reason: "stop", "length" or "error". stop_reason: the stop token id or stop word that
+    ended it; None if an end token, the length or an error did.
     """
 
     finish_reason: str
@@ -38,7 +40,7 @@ class StopRule:
     max_length: most tokens of prompt and output together.
     stop_strings: finds the stop words in the generated text; None if there are none. It keeps the
         state of one text, so each request needs its own.
-    min_tokens: within so many generated tokens only the length ends the request.
+    min_tokens: while at most so many tokens are generated, only the length ends the request.
     """
 
     end_ids: tuple[int, ...]

@@ -1,6 +1,7 @@
 """Checks of a request's sender: the keys of routes, and the headers of browsers.
 
-Used by the application for each request. Both classes only read the config.
+Used by `rollout.serve.app` for each request. The route modules name the Access of their routes.
+Nothing here changes after its construction.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class Keys:
 class Senders:
     """Refuses requests that a page of another site makes a browser send.
 
-    A browser on the server's machine reaches loopback, too. It names the page's site in Origin. It
-    sends JSON to another site only if that site allows it, which this server never does. Host holds
-    the name under which the browser found the server, whatever address that name has now.
+    A browser on the server's machine can reach loopback addresses, too. It names the page's site in
+    the header Origin. It sends JSON to another site only if that site allows it, which this server
+    never does. The header Host holds the name under which the browser found the server, whatever
+    address that name has now.
 
     Routes of Access.OPEN are not checked: they change nothing and return no samples.
     """
@@ -114,8 +116,8 @@ def _name_of(place: str) -> str:
 
 
 def _require_json(request: web.Request) -> None:
-    """Raise ApiError for a body that is not declared as JSON. Some clients name a type without
-    sending a body; then only the types that pages may send are refused."""
+    """Raise ApiError for a body that is not declared as JSON. Without a body, only the content
+    types that pages may send are refused, since some clients name a type and send no body."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return

@@ -1,6 +1,7 @@
 """The aiohttp application of a server: checks and decodes each request, and calls its handler.
 
-Used by Server. All errors of handlers are answered here, in the form of the route's protocol.
+Used by `rollout.serve.server`, and by the script http_fields for `routes_of`. All errors of
+handlers are answered here, in the form of the route's protocol.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route: it answers a request and counts it."""
+    """Return the aiohttp handler of a route, which answers a request and counts it."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE
@@ -98,12 +99,12 @@ def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
 async def _answered(
     route: Route, senders: Senders, keys: Keys, request: web.Request
 ) -> web.StreamResponse:
-    """Check the sender, the key, the query and the body, then call the handler. Every error is
-    answered in the form of the route's protocol."""
+    """Check the sender, the key, the query and the body, call the handler and return its response.
+    Every error becomes a response in the form of the route's protocol."""
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
-        # An unknown field rarely matters to a generation, but an operation must not do half.
+        # An unknown field rarely matters to a generation, but an operation must be done in full.
         ignores_unknown = route.access is not Access.ADMIN
         if route.query is not None:
             check_query(request.query, route.query, ignores_unknown=ignores_unknown)
@@ -138,7 +139,7 @@ async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamR
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the body. Raises ApiError for a body that is too large, too slow or malformed."""
+    """Return the bytes of the body. Raises ApiError if it is too large, too slow or malformed."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -157,14 +158,13 @@ async def _read(request: web.Request) -> bytes:
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError for a parameter that is unknown or refused; see `converted`."""
+    """Raise ApiError for a query that `converted` refuses as `kind`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the body as `kind`; an empty body counts as {}. Raises ApiError, which names the
-    field; see `converted`.
-    """
+    """Return the JSON body as `kind`; an empty body counts as {}. Raises ApiError for a body that
+    is not JSON, or that `converted` refuses."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check fields that it skips

@@ -1,6 +1,7 @@
 """ServeConfig: a server's address, keys, protocols and limits.
 
-Users give it to LLM.serve and AsyncLLM.serve; `rollout serve` reads its fields as settings.
+Users pass it to LLM.serve and AsyncLLM.serve (`rollout.apis`); `rollout.cli.serve` reads its fields
+as settings. `rollout.serve` reads it and never changes it. The script http_fields reads PROTOCOLS.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CONTROL_PROTOCOLS = ("vllm", "sglang")
 @renamed_keywords({"doors": "protocols"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Config of one server. Raises ConfigError, naming field, value and remedy.
+    """Config of one server. Raises ConfigError, which names the field, the value and the remedy.
 
     host: address to listen at. Off loopback, keys are required.
     port: port to listen at; 0 takes a free one.
@@ -134,7 +135,7 @@ class ServeConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
+    """Return whether `host` is a loopback address, which only this machine can reach."""
     if host == "localhost":
         return True
     try:

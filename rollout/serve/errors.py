@@ -1,6 +1,7 @@
 """ApiError: an error reported to a client, and its JSON form in each protocol.
 
-Handlers and checks raise it; the application and EventStream send it.
+All modules of rollout.serve raise it; `rollout.serve.app` and `rollout.serve.event_stream` send it.
+`rollout.cli.generate` catches it. `json_response` makes the replies of most routes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ ErrorForm = Callable[[ApiError], Mapping[str, Any]]
 
 
 def openai_form(error: ApiError) -> Mapping[str, Any]:
-    """Return the body of errors of /v1, /inference, /tokenize, and vLLM's control routes."""
+    """Return the JSON body of an error of /v1, /inference, /tokenize or vLLM's control routes."""
     return {
         "error": {
             "message": error.message,
@@ -79,17 +80,17 @@ def openai_form(error: ApiError) -> Mapping[str, Any]:
 
 
 def sglang_form(error: ApiError) -> Mapping[str, Any]:
-    """Return the body of errors of SGLang's /generate."""
+    """Return the JSON body of an error of SGLang's /generate."""
     return {"error": {"message": error.message}}
 
 
 def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
-    """Return the body of errors of SGLang's control routes."""
+    """Return the JSON body of an error of SGLang's control routes."""
     return {"success": False, "message": error.message}
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return the ApiError for an error of this package or of aiohttp; None for any other error."""
+    """Return the ApiError that reports an error of this package or of aiohttp; None for others."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, web.HTTPException):

@@ -1,4 +1,8 @@
-"""EventStream: the response of server-sent events with which generation routes stream replies."""
+"""EventStream: the response of server-sent events with which generation routes stream replies.
+
+Used by `rollout.serve.openai.reply` and `rollout.serve.sglang.generate`. It writes to the client's
+connection.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +53,13 @@ class EventStream:
         return self._response.prepared
 
     async def send(self, *events: Any) -> None:
-        """Send events, each as JSON, in one write. Waits for a slow client."""
+        """Send events, each as JSON, in one write. Waits while the client reads slowly."""
         encode = self._encoder.encode
         await self._write(b"".join(b"data: %b\n\n" % encode(event) for event in events))
 
     async def send_error(self, fault: Exception, form: ErrorForm) -> None:
-        """Send an error as an event. Raises `fault` if nothing was sent before, or if the client
-        has disconnected.
-        """
+        """Send the error `fault` as an event in the protocol's `form`. Raises `fault` instead if
+        nothing was sent before, or if it is a ConnectionError: the client has disconnected."""
         if not self.has_begun or isinstance(fault, ConnectionError):
             raise fault
         error = api_error_of(fault)

@@ -1,6 +1,7 @@
 """Fields: the base of structs that decode requests. A field is served, neutral, or refused.
 
-Used by every module with bodies or queries, and by the application, which converts requests.
+Used by all modules of rollout.serve that define bodies or queries, `rollout.serve.app`, which
+converts requests, and the script http_fields. It logs ignored fields.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from rollout.serve.errors import ApiError
 
 _STATUS = "status"  # key of a field's status in its msgspec.Meta
 _TYPO_CUTOFF = 0.8  # of difflib's ratio: "temprature" has 0.95, "topk" 0.89
-_NUM_WARNINGS = 256  # unknown fields of which it is remembered that they were logged
+_NUM_WARNINGS = 256  # unknown fields that are remembered as logged already
 _MAX_SHOWN = 80  # characters of an unknown field in a message
 _logger = logging.getLogger(__name__)
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
 _STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
 
 
@@ -41,8 +42,8 @@ class Neutral:
 class Refused:
     """Status of a field of a feature that is not served.
 
-    unless: values that do not ask for the feature. If empty: null, false, empty values and lists
-    of these.
+    remedy: what to do instead, for the error. unless: values that do not ask for the feature; if
+    empty, these are null, false, "" and lists and objects of such values.
     """
 
     remedy: str
@@ -50,11 +51,11 @@ class Refused:
 
     @property
     def harmless(self) -> str:
-        """The values besides null with which the field may be sent, as JSON."""
+        """The values besides null that do not ask for the feature, in words."""
         return " or ".join(map(json.dumps, self.unless)) or "false or empty"
 
     def takes(self, value: Any) -> bool:
-        """Return whether the field may be sent with `value`, which does not ask for the feature."""
+        """Return whether `value` does not ask for the feature, so that the field may have it."""
         if self.unless:
             return any(type(value) is type(each) and value == each for each in self.unless)
         return _asks_nothing(value)
@@ -101,7 +102,7 @@ def statuses(kind: type[Fields]) -> dict[str, Neutral | Refused | None]:
 
 @cache
 def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
-    """Return the structs inside of `kind`, by the names of their fields."""
+    """Return the structs of the fields of `kind` that hold a struct or a list of them, by name."""
     hints = typing.get_type_hints(kind)
     found = {name: next(_structs_in(hints[name]), None) for name in kind.__struct_fields__}
     return {name: struct for name, struct in found.items() if struct is not None}
@@ -115,12 +116,12 @@ def converted(
     ignores_unknown: whether fields that `kind` lacks are ignored, each with one line in the log.
     strict: False also accepts numbers and booleans written as text.
 
-    Raises ApiError, which names the field, for a value of another type, for a refused field, and
-    for an unknown field that is not ignored, or that resembles a field of `kind`.
+    Raises ApiError, which names the field, for a value of another type, a refused feature, and an
+    unknown field that is not ignored or resembles a field of `kind`.
     """
     with suppress(msgspec.ValidationError):  # most requests have no unknown field
         return msgspec.convert(given, kind, strict=strict, str_keys=True)
-    known = _known_part(given, kind, "", _places_by_name(kind), ignores_unknown)
+    known = _known_part(given, kind, "", _paths_by_name(kind), ignores_unknown)
     try:
         return msgspec.convert(known, kind, strict=strict, str_keys=True)
     except msgspec.ValidationError as fault:
@@ -128,17 +129,17 @@ def converted(
 
 
 @cache
-def _places_by_name(kind: type[Fields]) -> Mapping[str, str]:
+def _paths_by_name(kind: type[Fields]) -> Mapping[str, str]:
     """Return the paths of all fields that are not refused, by the last part of the path."""
-    return {path.rpartition(".")[2]: path for path in _places(kind)}
+    return {path.rpartition(".")[2]: path for path in _paths(kind)}
 
 
 def _known_part(
-    given: Any, kind: type[Fields], above: str, places: Mapping[str, str], ignores_unknown: bool
+    given: Any, kind: type[Fields], above: str, paths: Mapping[str, str], ignores_unknown: bool
 ) -> Any:
     """Return `given` without unknown fields, at any depth. above: path of `given`, with a dot."""
     if isinstance(given, list):
-        return [_known_part(each, kind, above, places, ignores_unknown) for each in given]
+        return [_known_part(each, kind, above, paths, ignores_unknown) for each in given]
     if not isinstance(given, Mapping):
         return given
     inner = nested(kind)
@@ -147,37 +148,35 @@ def _known_part(
         if key in kind.__struct_fields__:
             if key in inner:
                 within = f"{above}{key}."
-                value = _known_part(value, inner[key], within, places, ignores_unknown)
+                value = _known_part(value, inner[key], within, paths, ignores_unknown)
             known[key] = value
             continue
-        place = f"{above}{key}"[:_MAX_SHOWN]
-        nearest = _nearest(key, kind, above, places)
+        path = f"{above}{key}"[:_MAX_SHOWN]
+        nearest = _nearest(key, kind, above, paths)
         if nearest is not None or not ignores_unknown:
             hint = f"the nearest is {nearest}" if nearest else "GET /openapi.json lists all"
-            raise ApiError(400, f"{place} is not a field of this request; {hint}", param=place)
-        _warn_once(kind.__name__, place)
+            raise ApiError(400, f"{path} is not a field of this request; {hint}", param=path)
+        _warn_once(kind.__name__, path)
     return known
 
 
-def _nearest(key: str, kind: type[Fields], above: str, places: Mapping[str, str]) -> str | None:
-    """Return the path of the field that `key` resembles, fields of the same struct first; None
-    without one."""
-    paths = {**places, **{name: above + name for name in kind.__struct_fields__}}
-    nearest = difflib.get_close_matches(key, paths, 1, _TYPO_CUTOFF)
-    return paths[nearest[0]] if nearest else None
+def _nearest(key: str, kind: type[Fields], above: str, paths: Mapping[str, str]) -> str | None:
+    """Return the path of the field that `key` resembles; None if it resembles none. Of fields of
+    one name, a field of `kind` itself is taken."""
+    known = {**paths, **{name: above + name for name in kind.__struct_fields__}}
+    nearest = difflib.get_close_matches(key, known, 1, _TYPO_CUTOFF)
+    return known[nearest[0]] if nearest else None
 
 
 @lru_cache(_NUM_WARNINGS)
-def _warn_once(kind: str, place: str) -> None:
-    _logger.warning("%s: the field %s is unknown and ignored", kind, place)
+def _warn_once(kind: str, path: str) -> None:
+    _logger.warning("%s: the field %s is unknown and ignored", kind, path)
 
 
 def unreadable_value(fault: msgspec.ValidationError, given: Any) -> ApiError:
-    """Return the error for a value whose type is not its field's.
-
-    given: the whole request, from which the error quotes the value; None if it is not JSON.
-    """
-    match = _PLACE.search(str(fault))
+    """Return the error for a value that is not of its field's type. given: the whole request, from
+    which the error quotes the value; None if it is not JSON."""
+    match = _PATH.search(str(fault))
     if match is None:
         return ApiError(400, f"the request cannot be read: {fault}")
     path = match["path"].partition("[...]")[0]  # msgspec does not name the key of an entry
@@ -217,10 +216,10 @@ def _structs_in(hint: Any) -> Iterator[type[Fields]]:
         yield from _structs_in(each)
 
 
-def _places(kind: type[Fields], above: str = "") -> Iterator[str]:
+def _paths(kind: type[Fields], above: str = "") -> Iterator[str]:
     """Yield the paths of all fields that are not refused, fields of inner structs first."""
     for name, inner in nested(kind).items():
-        yield from _places(inner, f"{above}{name}.")
+        yield from _paths(inner, f"{above}{name}.")
     for name, status in statuses(kind).items():
         if not isinstance(status, Refused):
             yield above + name

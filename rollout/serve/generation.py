@@ -1,7 +1,7 @@
 """Generation: the samples of one HTTP request, from their submission to their end.
 
-Used by the handlers of /v1/completions, /v1/chat/completions, /inference/v1/generate and SGLang's
-/generate. It submits the samples to the LLM and registers them in LiveRequests.
+Used by `rollout.serve.openai` (reply, tokens_in_out) and `rollout.serve.sglang.generate`. It
+submits the samples to the LLM and registers them in LiveRequests until they end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.serve.errors import ApiError
 from rollout.serve.state import ServerState
 from rollout.step.seeds import params_of_sample
 
-# Most items that `_merged` holds for a slow reader.
+# Most items that `_merged` keeps for a slow reader.
 _MAX_RUNS_WAITING = 64
 
 Request = DynamicInferenceRequest
@@ -43,8 +43,8 @@ class Generation:
         name: str,
         priority: int = 0,
     ) -> None:
-        """name: name of the request in LiveRequests. Raises ApiError for n out of range and for too
-        many samples."""
+        """Prepare the samples; nothing is submitted yet. name: name of the request in LiveRequests.
+        Raises ApiError for n out of range and for too many samples."""
         config = state.config
         if not 1 <= n <= config.max_n:
             raise ApiError(400, f"n={n} must be in [1, {config.max_n}]", param="n")
@@ -66,9 +66,8 @@ class Generation:
         return self._samples[index][0]
 
     async def results(self) -> list[Request]:
-        """Submit all samples and wait for them. An aborted sample has its tokens so far. Raises
-        ApiError or RolloutError if a sample failed.
-        """
+        """Submit all samples, wait for them and return their requests in order. An aborted sample
+        has its tokens so far. Raises ApiError or RolloutError if a sample failed."""
         state = self._state
         added = state.llm.add_groups(
             self._groups, priority=self._priority, deadline_s=state.config.request_timeout_s
@@ -131,8 +130,8 @@ class Generation:
 
 
 def _worded_for_clients(error: BaseException) -> BaseException:
-    """Return the error, or, if the context is too short, an ApiError in OpenAI's words: clients
-    search the message for them."""
+    """Return `error`; if the context was too short, an ApiError in OpenAI's words instead, because
+    clients search the message for them."""
     if isinstance(error, MaxSequenceLengthOverflowError):
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")
     return error

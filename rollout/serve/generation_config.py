@@ -1,6 +1,7 @@
 """SamplingDefaults: values of sampling fields that a request leaves out.
 
-Made once by Server, used by `sampling.py`.
+`rollout.serve.server` makes one, which may read generation_config.json, for
+`rollout.serve.sampling`. `rollout.serve.sglang.generate` uses the neutral values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAX_TOKENS = "max_new_tokens"  # the file's name of max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of sampling fields that a request leaves out, by default neutral ones.
+    """Values of sampling fields that a request leaves out. The defaults are neutral.
 
     max_tokens: most generated tokens of chats and of tokens in and out; None: as many as fit.
     """
@@ -43,11 +44,9 @@ class SamplingDefaults:
 
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
-    """Return neutral defaults for "vllm"; for "auto" the values of generation_config.json in
-    `directory`.
-
-    Raises ConfigError for a file with a value out of range.
-    """
+    """Return the defaults that ServeConfig.generation_config names: neutral values for "vllm",
+    those of generation_config.json in `directory` for "auto". A file or directory (None) that is
+    absent gives neutral values. Raises ConfigError for a file with a value out of range."""
     if generation_config == "vllm" or directory is None:
         return SamplingDefaults()
     config = read_optional_object(Path(directory) / _FILE)

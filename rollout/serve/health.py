@@ -1,6 +1,7 @@
 """Routes of every server that report readiness, load and version.
 
-GET /health asks every engine for its counters, GET /health_generate for a token.
+GET /health asks every engine for its counters. GET /health_generate asks the LLM for one token.
+Used by `rollout.serve.app` through `health_routes`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ async def _version(request: web.Request, body: Any) -> web.Response:
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:
-    """Answer 200 if every engine answers, and has weights or is paused."""
+    """Answer 200 if every engine answers. Raises ApiError 503 if one does not, or if the weights
+    were discarded and no pause is in force."""
     await _stats(request.app[STATE])
     if (control := request.app.get(CONTROL)) is not None:
         await control.pausing.require_weights()
@@ -57,7 +59,8 @@ async def _health(request: web.Request, body: Any) -> web.Response:
 
 
 class _Probe:
-    """Generates one token for all clients that ask at once, since the route needs no key."""
+    """Generates one token for all clients that ask at the same time, since the route needs no
+    key."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
@@ -71,6 +74,7 @@ class _Probe:
 
 
 async def _generate(state: ServerState) -> None:
+    """Generate one token. Raises ApiError 503 if that fails or takes too long."""
     stats = await _stats(state)
     if stats.state is not EngineState.RUNNING:
         raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")

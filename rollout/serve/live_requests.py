@@ -1,7 +1,9 @@
 """The HTTP requests of one server: how many may run, which are unanswered, and counts of all.
 
-Used by the application (limit, counts), `Generation` (unanswered requests) and the control routes
-(abort, drain). Nothing here calls an engine; LiveRequests calls the functions that it is given.
+Made by `rollout.serve.server`. Used by `rollout.serve.app` (limit, counts),
+`rollout.serve.generation` (registers requests), `rollout.serve.control.pausing` (abort, wait), and
+through ServerState by handlers that abort requests or report numbers. It calls no engine, except
+through the functions that LiveRequests gets.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ _RETRY_AFTER_S = 1
 class RequestLimiter:
     """Limits the requests that generate at once and the requests that wait for a slot.
 
-    num_running, num_waiting: requests that hold a slot now, and that wait for one.
+    num_running: requests that hold a slot now. num_waiting: requests that wait for one.
     """
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self.num_running = self.num_waiting = 0
         self._free, self._max_waiting = asyncio.Semaphore(max_running), max_waiting
-        self._reasons: dict[str, str] = {}  # message of each `close`, by its `who`
+        self._messages: dict[str, str] = {}  # message of each `close`, by its `reason`
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
-    def close(self, who: str, message: str) -> None:
-        """Answer new requests with 503 and `message` until `open` is called with the same `who`."""
-        self._reasons[who] = message
+    def close(self, reason: str, message: str) -> None:
+        """Answer new requests with 503 and `message` until `open` is called with this `reason`."""
+        self._messages[reason] = message
 
-    def open(self, who: str) -> None:
-        """Undo `close` of the same `who`. Does nothing without one."""
-        self._reasons.pop(who, None)
+    def open(self, reason: str) -> None:
+        """Undo the `close` with this `reason`, if there was one. Other reasons keep it closed."""
+        self._messages.pop(reason, None)
 
     async def is_idle_within(self, seconds: float) -> bool:
         """Wait until no request runs or waits. Returns whether that happened within `seconds`."""
@@ -53,7 +55,7 @@ class RequestLimiter:
     async def slot(self) -> AsyncIterator[None]:
         """Wait for a slot and hold it. Raises ApiError: 503 while closed, 429 if too many requests
         wait."""
-        for message in self._reasons.values():
+        for message in self._messages.values():
             raise ApiError(503, message, retry_after_s=_RETRY_AFTER_S)
         if self._free.locked() and self.num_waiting >= self._max_waiting:
             raise ApiError(
@@ -89,8 +91,8 @@ class LiveRequests:
         *,
         on_end: Callable[[Sequence[RequestFuture]], None],
     ) -> None:
-        """abort_sample: aborts one sample. on_end: receives the samples of each request that is
-        over, finished or not."""
+        """Start empty. abort_sample: called to abort one sample. on_end: called with the samples of
+        each request that is over, finished or not."""
         self._abort_sample, self._on_end = abort_sample, on_end
         self._samples: dict[int, tuple[str, Sequence[RequestFuture]]] = {}
         self._next_key = 0
@@ -105,7 +107,7 @@ class LiveRequests:
         return len(self._unfinished())
 
     async def all_ended(self) -> None:
-        """Wait until no sample is unfinished, also of requests that come meanwhile."""
+        """Wait until all samples have ended, also those of requests that come meanwhile."""
         while unfinished := self._unfinished():
             await asyncio.wait(unfinished)
 
@@ -125,9 +127,8 @@ class LiveRequests:
             self._on_end(samples)
 
     def abort(self, names: Sequence[str] | None = None) -> int:
-        """Abort the requests of these names, None for all. Each is answered with its tokens so far.
-        Returns the number of aborted samples. Unknown names are ignored.
-        """
+        """Abort the requests of these names; None for all. They are answered with their tokens so
+        far. Returns the number of aborted samples. Ignores unknown names."""
         wanted = None if names is None else set(names)
         num_aborted = 0
         for name, futures in list(self._samples.values()):

@@ -1,7 +1,7 @@
 """ServedLLM: the protocol of an LLM behind a server.
 
-Implemented by AsyncLLM and ThreadedLLM, used by all of `rollout.serve`. One contract suite tests
-both.
+Implemented by AsyncLLM and ThreadedLLM (`rollout.apis`), and used by the modules of
+`rollout.serve`. One contract suite tests both classes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ServedLLM(AsyncControlCalls, Protocol):
     """An LLM in the server's event loop: AsyncLLM over the engines of a fleet, or ThreadedLLM over
     the engine of this process.
 
-    model_directory: the model's directory, also of its tokenizer; None for a model without one.
+    model_directory: directory of the model and its tokenizer; None for a model without one.
     """
 
     tokenizer: Tokenizer | None
@@ -43,11 +43,11 @@ class ServedLLM(AsyncControlCalls, Protocol):
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
-        """Queue groups, each a prompt and the parameters of its samples. Returns a future for each
-        sample.
+        """Queue groups and return a future for each sample. A group is a prompt and the parameters
+        of its samples.
 
         Unfinished samples are aborted after `deadline_s` seconds, and when their future is
-        cancelled. Raises InvalidRequestError, or sets it as the futures' error.
+        cancelled. A malformed group raises InvalidRequestError here, or from the futures.
         """
         ...
 
@@ -58,9 +58,8 @@ class ServedLLM(AsyncControlCalls, Protocol):
         ...
 
     def abort_request(self, future: RequestFuture) -> None:
-        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
-        for a request that has ended.
-        """
+        """Abort a request. Its future resolves to the record with the tokens so far. Does nothing
+        for a request that has ended."""
         ...
 
     def request_of(
@@ -70,7 +69,7 @@ class ServedLLM(AsyncControlCalls, Protocol):
         ...
 
     async def lost(self) -> RolloutError:
-        """Wait until no request can be answered any more. Returns the error that caused it."""
+        """Wait until no request can be answered any more, and return the error that caused it."""
         ...
 
     # ---- control calls, beside those of AsyncControlCalls
@@ -82,9 +81,8 @@ class ServedLLM(AsyncControlCalls, Protocol):
         ...
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return a page of the weights' checksums for each engine, by rank. start: index of the
-        page's first weight.
-        """
+        """Return each engine's checksums of the weights from index `start` on, by its rank. One
+        call returns as many as a page holds."""
         ...
 
     async def fleet_stats(self) -> FleetStats:

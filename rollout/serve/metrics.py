@@ -1,4 +1,7 @@
-"""GET /metrics: counters of the server and the engines, for Prometheus, also under vLLM's names."""
+"""GET /metrics: counters of the server and the engines, for Prometheus, also under vLLM's names.
+
+Used by `rollout.serve.app` through `metrics_routes`. It reads counters and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ class _OwnFamilies(Collector):
 
 
 def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
-    """Yield the CPU time and memory of each rank of each engine, one family for each field."""
+    """Yield a metric for each field of RankUse, with the value of each rank of each engine."""
     for name in RANK_FIELDS:
         is_gauge = name.endswith("_bytes")
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
@@ -141,8 +144,8 @@ def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
 
 
 def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
-    """Return the generated tokens of ended requests, by age in weights versions. The last bucket
-    holds all older tokens."""
+    """Return the metric of generated tokens of ended requests by age in weights versions. The last
+    age includes all older tokens."""
     ages = [*map(str, range(NUM_AGES - 1)), f"{NUM_AGES - 1}+"]
     family = CounterMetricFamily(name, "Tokens by their age in versions", labels=["versions"])
     for age, number in zip(ages, num_tokens or [0] * NUM_AGES, strict=True):
@@ -152,11 +155,11 @@ def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry hashes its collectors
 class VllmFamilies(Collector):
-    """Metrics of each engine under vLLM's names, by which its clients and dashboards steer.
+    """Metrics of each engine under vLLM's names, for clients and dashboards that read those.
 
     engines: counters of each engine, by rank. num_queued: requests that wait for an engine; each
-    engine reports an equal part of them as waiting. sleeps: whether a sleep that releases no memory
-    is in force.
+    engine reports an equal part of them as waiting. sleeps: whether a sleep is in force, also one
+    that releases no memory.
     """
 
     model_name: str
@@ -188,8 +191,9 @@ class VllmFamilies(Collector):
     def _requests(self) -> Iterator[Metric]:
         """Yield running and waiting requests, whose sum is all requests of engines and queue.
 
-        A request is waiting if the last step had no room for it. A request that came since then, or
-        that waits for the prefill of its group's prompt, counts as running.
+        A request is waiting if it is preempted or the last step had no room for it. One that came
+        since then, or waits for the prefill of its group's prompt, counts as running. While the
+        engine is stopped, all of its requests that have not begun are waiting.
         """
         running = GaugeMetricFamily("vllm:num_requests_running", "Running requests", labels=_LABELS)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Waiting requests", labels=_LABELS)
@@ -198,13 +202,13 @@ class VllmFamilies(Collector):
             "Waiting requests by reason",
             labels=(*_LABELS, "reason"),
         )
-        for place, (labels, stats) in enumerate(self._labelled()):
+        for index, (labels, stats) in enumerate(self._labelled()):
             num_here = stats.num_waiting + stats.num_running + stats.num_paused
             num_waiting = stats.num_paused + (
                 stats.num_without_room if stats.state is EngineState.RUNNING else stats.num_waiting
             )
             running.add_metric(labels, num_here - num_waiting)
-            num_waiting += (self.num_queued + place) // len(self.engines)
+            num_waiting += (self.num_queued + index) // len(self.engines)
             waiting.add_metric(labels, num_waiting)
             by_reason.add_metric([*labels, "capacity"], num_waiting)
             by_reason.add_metric([*labels, "deferred"], 0)

@@ -1,4 +1,8 @@
-"""The content of GET /openapi.json, made from the routes and the structs that decode bodies."""
+"""The content of GET /openapi.json, made from the routes and the structs that decode bodies.
+
+Used by `rollout.serve.app`. `rollout.serve.health` and `rollout.serve.control.handlers` use
+`installed_version`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ _ERRORS = {
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI document of routes."""
+    """Return the OpenAPI 3.1 document that describes `routes`."""
     bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for name in components.keys() - _components_of_operations(routes):
@@ -50,7 +54,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _components_of_operations(routes: Sequence[Route]) -> set[str]:
-    """Return the names of the schemas in bodies of ADMIN routes, which refuse unknown fields."""
+    """Return the names of all schemas in bodies of ADMIN routes, which refuse unknown fields."""
     bodies = [r.body for r in routes if r.body is not None and r.access is Access.ADMIN]
     return set(msgspec.json.schema_components(dict.fromkeys(bodies), ref_template=_REF)[1])
 
@@ -86,7 +90,7 @@ def _query_parameters(route: Route) -> Iterator[dict[str, Any]]:
 
 
 def installed_version() -> str:
-    """Return the version of this package, "0" for a source tree that is not installed."""
+    """Return the version of this package; "0" for a source tree that is not installed."""
     try:
         return version("rollout-engine")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Parts of a reply that describe one sample: its tokens and log-probs, its text, its weights.
+"""Parts of a reply that describe one sample: its tokens, log-probs, text and weights versions.
 
-Used by the generation routes of the openai protocol and of SGLang. Functions only read requests.
+Used by `rollout.serve.openai` and `rollout.serve.sglang.generate`. Functions only read requests.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def of_generated(request: Request) -> TokenData:
 
 
 def of_prompt(request: Request) -> TokenData:
-    """Return the data of the prompt's tokens. All values of the first token are None."""
+    """Return the data of the prompt's tokens. The first one has no log-prob, rank or top: None."""
     ids, log_probs = request.prompt_tokens.tolist(), request.prompt_log_probs
     count = len(ids) - 1
 
@@ -123,10 +123,10 @@ def text_of(
     with_special_tokens: bool,
     tokenizer: Tokenizer | None = None,
 ) -> str:
-    """Return the text of a finished request, "" if the LLM has no tokenizer. tokenizer: decodes the
-    tokens in place of the LLM's.
-    """
-    if not with_special_tokens and tokenizer is None:
+    """Return the text of a finished request; "" if the LLM has no tokenizer. tokenizer: decodes
+    the tokens in place of the LLM's tokenizer; None for the LLM's."""
+    has_tokens_to_show = with_special_tokens and state.llm.tokenizer is not None
+    if tokenizer is None and not has_tokens_to_show:
         return request.generated_text or ""
     params = request.sampling_params
     assert params is not None, "engines accept no request without parameters"
@@ -148,9 +148,8 @@ def streamed_text(
     with_special_tokens: bool,
     tokenizer: Tokenizer | None = None,
 ) -> StreamedText | None:
-    """Return a decoder that turns the tokens after `prompt` into text as they come; None if the LLM
-    has no tokenizer. tokenizer: as for `text_of`.
-    """
+    """Return a StreamedText for the tokens after `prompt`; None if the LLM has no tokenizer.
+    tokenizer: as for `text_of`."""
     if state.llm.tokenizer is None:
         return None
     if tokenizer is None:
@@ -161,8 +160,8 @@ def streamed_text(
 def weight_versions(
     state: ServerState, request: Request, num_tokens: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return [{"version", "start", "end"}]: the label of the weights that sampled each of the first
-    `num_tokens` generated tokens (None: of all), as runs."""
+    """Return runs [{"version", "start", "end"}] of the first `num_tokens` generated tokens (None:
+    all of them) by the label of the weights that sampled them."""
     start, end = len(request.prompt_tokens), request.num_tokens
     spans = request.stamped_policy_spans()
     return state.labels.runs(spans.slice(start, end if num_tokens is None else start + num_tokens))

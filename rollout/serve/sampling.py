@@ -1,6 +1,8 @@
 """SamplingParams from the fields of a request, and checks of lengths against the context.
 
-Used by all generation routes. Neutral values have many spellings among clients.
+Used by `rollout.serve.openai` (chat, completions, reply, tokens_in_out) and
+`rollout.serve.sglang.generate`. Clients spell neutral values in many ways, which mean the same
+here. Pure functions.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def sampling_params_of(
 
 
 def _draw_of(fields: SamplingFields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Return the fields of SamplingParams that choose a token, with neutral values as 0."""
+    """Return the SamplingParams fields that choose a token. "Off" becomes 0 in top_p and top_k.
+    Raises ApiError for a top_p or top_k out of range."""
     temperature = _or(fields.temperature, defaults.temperature)
     top_p = _or(fields.top_p, defaults.top_p)
     if top_p <= 0:
@@ -104,7 +107,8 @@ def _stop_words(stop: str | list[str] | None) -> list[str] | None:
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Return one salt for two: requests share cached prefixes only if both are equal."""
+    """Return one salt made of both, so that requests share cached prefixes only if both are
+    equal."""
     return cache_salt if extra_key is None else json.dumps([cache_salt, extra_key])
 
 
@@ -112,7 +116,7 @@ def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | Non
     """Return the slice of a prompt that truncate_prompt_tokens keeps; None for the whole prompt.
 
     It keeps the last tokens, with truncation_side="right" the first. -1 keeps as many as fit beside
-    `max_tokens` (None: beside one token). Raises ApiError.
+    `max_tokens` (None: beside one token). Raises ApiError for another number out of range.
     """
     num_kept, longest = fields.truncate_prompt_tokens, state.max_model_len
     if num_kept is None:
@@ -129,13 +133,15 @@ def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | Non
 
 
 def default_max_tokens(state: ServerState, num_prompt: int) -> int | None:
-    """Return the max_tokens of a request without one; None: as many as fit."""
+    """Return the max_tokens of a request that gives none. None: as many as fit, also if the
+    server's default does not fit beside the prompt."""
     most = state.sampling_defaults.max_tokens
     return most if most is None or num_prompt + most <= state.max_model_len else None
 
 
 def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) -> None:
-    """Raise ApiError if prompt and output together are longer than the context."""
+    """Raise ApiError if the prompt and `max_tokens` (None: one token) do not fit into the
+    context."""
     longest = state.max_model_len
     wanted = max_tokens or 0
     if num_prompt + wanted <= longest - (max_tokens is None):

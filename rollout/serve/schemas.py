@@ -1,6 +1,7 @@
 """Bodies of the openai protocol, with the fields that clients of vLLM, SGLang and openai send.
 
-Decoded by the application and read by the handlers. Each neutral or refused field says why.
+`rollout.serve.app` decodes them; `rollout.serve.openai` and `rollout.serve.sampling` read them;
+`rollout.serve.sglang.schemas` reuses annotations. Each neutral or refused field says why.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ TokensOut = Annotated[Any, refused("ask for ids with return_token_ids")]
 
 
 class SamplingFields(Fields, kw_only=True):
-    """Fields of all protocols that choose tokens, and the reports about them. no_stop_trim:
-    SGLang's name of include_stop_str_in_output.
+    """Fields of all protocols that choose tokens and what is reported about them.
+
+    no_stop_trim: SGLang's name of include_stop_str_in_output.
     """
 
     n: int | None = None
@@ -115,8 +117,9 @@ class StreamOptions(Fields, kw_only=True):
 
 
 class ReplyFields(SamplingFields, kw_only=True):
-    """Further fields that completions and chats have in common. rid, extra_key: SGLang's names of
-    request_id and of a second cache_salt.
+    """Further fields that completions and chats have in common.
+
+    rid: SGLang's name of request_id. extra_key: SGLang's second cache_salt.
     """
 
     model: str | None = None
@@ -192,8 +195,8 @@ class CompletionBody(ReplyFields, kw_only=True):
 class ChatBody(ReplyFields, kw_only=True):
     """POST /v1/chat/completions.
 
-    prompt_token_ids: our own field, the rendered conversation as ids, so that the ids of earlier
-        turns stay as they were sampled. input_ids: SGLang's name of it.
+    prompt_token_ids: our own field: the ids of the rendered conversation in place of `messages`, so
+        that earlier turns keep the ids that were sampled. input_ids: SGLang's name of it.
     return_tokenized_data, return_raw_text: Megatron's fields of the message.
     parallel_tool_calls: false returns only the first call.
     include_reasoning: false omits thoughts. separate_reasoning: false leaves them in the content.
@@ -251,7 +254,10 @@ class ChatBody(ReplyFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of GenerateBody. logprobs: number of alternatives; 0: only the token."""
+    """`sampling_params` of GenerateBody.
+
+    logprobs: number of alternatives; 0: only the token's own log-prob.
+    """
 
     logprobs: int | None = None
 
@@ -303,7 +309,7 @@ class GenerateBody(Fields, kw_only=True):
 
 
 class TokenizeBody(Fields, kw_only=True):
-    """POST /tokenize, of a text or a conversation."""
+    """POST /tokenize: a text (prompt) or a conversation (messages)."""
 
     model: str | None = None
     prompt: str | None = None

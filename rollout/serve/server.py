@@ -1,7 +1,7 @@
 """Server: the HTTP server of one LLM, from listening to the drain.
 
-Used by `rollout.apis.serving`. It makes the ServerState and ends what the state holds; the LLM
-stays.
+Used by `rollout.apis.serving`, and by `rollout.cli.serve` for `require_free_address`. It makes the
+ServerState, and at the end closes the state's objects, but not the LLM.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rollout.tool_calls import UNKNOWN, format_of
 
 _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # receives aiohttp's own messages
-# How long aborted requests may take to be answered once the drain is over.
+# Seconds that aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
 
 
 def require_free_address(config: ServeConfig) -> None:
     """Raise ConfigError unless the address of `config` is free now."""
     try:
-        places = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        for family, kind, protocol, _, place in places:
+        for family, kind, protocol, _, address in addresses:
             with socket.socket(family, kind, protocol) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind(place)
+                listener.bind(address)
     except (OSError, UnicodeError) as fault:
         raise _cannot_listen(config, fault) from fault
 
@@ -83,7 +83,8 @@ class Server:
     """
 
     def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
-        """max_sequence_length: most tokens of a sequence that the engines accept."""
+        """Make the state and the application; `start` listens. max_sequence_length: most tokens of
+        a sequence that the engines accept. Raises ConfigError and ModelError."""
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
         template = load_template(llm.tokenizer, config.chat_template)
@@ -138,9 +139,8 @@ class Server:
         return str(host), int(port)
 
     async def start(self) -> None:
-        """Listen, until `stop` is called or the engines fail. Raises ConfigError if the address is
-        not free.
-        """
+        """Begin to listen, until `stop` is called or the engines fail. Raises ConfigError if the
+        address is not free."""
         config = self.config
         await self._runner.setup()
         self._site = web.TCPSite(
@@ -171,8 +171,7 @@ class Server:
 
     async def run(self) -> None:
         """Wait until `stop` is called or the process gets SIGTERM or SIGINT, then stop. Raises the
-        error that ended the engines, if one did.
-        """
+        error that ended the engines, if one did."""
         with self._stopping_on_signals():
             await self._stop_requested.wait()
         await self.stop()
@@ -187,6 +186,8 @@ class Server:
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
+        """Request the stop on SIGTERM and SIGINT during the block. No-op outside the main
+        thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -202,9 +203,8 @@ class Server:
                 signal.signal(number, handler)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Refuse new connections and requests, let running requests end, and abort them after
-        `drain_timeout_s` seconds (None: the config's). A second call waits for the first.
-        """
+        """Refuse new connections and requests, wait for running requests, and abort those that run
+        after `drain_timeout_s` seconds (None: the config's). A second call waits for the first."""
         self._stop_requested.set()
         if self._stopping is None:
             seconds = self.config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s

@@ -1,7 +1,7 @@
 """ServerState: the objects that the handlers of one server share. Route: a path and its handler.
 
-The server makes the state once. Handlers read it as `request.app[STATE]`; the objects in it change
-themselves, its fields never change.
+`rollout.serve.server` makes the state once. All route modules of rollout.serve read it, as
+`request.app[STATE]`. Its fields never change; the objects in them have state of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.tool_calls import ReplyFormat
 
 
 class VersionLabels:
-    """Clients' names of weights versions. A version without a name is known by its number."""
+    """Labels of weights versions, which clients set. Without a label a version has its number."""
 
     def __init__(self) -> None:
         self._labels: dict[int, str] = {}
@@ -41,9 +41,8 @@ class VersionLabels:
         return self._labels.get(version, str(version))
 
     def runs(self, spans: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
-        """Return [{"version", "start", "end"}] of (start, end, version) spans. Neighbouring spans
-        with the same label become one.
-        """
+        """Return (start, end, version) spans as [{"version": label, "start", "end"}]. Neighbouring
+        spans with the same label become one."""
         runs: list[dict[str, Any]] = []
         for start, end, version in spans:
             label = self.of(version)
@@ -93,7 +92,7 @@ class ServerState:
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 
-# Called with the request and its decoded body: the Route's struct, None for a route without one.
+# Called with the request and its body, decoded as the Route's struct; None if it has no struct.
 Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 
@@ -104,10 +103,11 @@ class Route:
     summary: what a request does, for GET /openapi.json.
     body: struct of the JSON body, an absent body being {}; None: the body is not read.
     query: struct of the query's parameters; None: the query is not checked.
-    access: the key that is needed. Routes of Access.ADMIN are operations: they continue after
+    access: the key that is needed. Routes of Access.ADMIN are operations, which continue after
         their client has disconnected.
-    errors: the JSON form of errors.
-    ends_with_client: whether an operation is cancelled with its client, whose broadcasts it awaits.
+    errors: makes the JSON bodies of errors.
+    ends_with_client: whether an operation is cancelled when its client disconnects, because it
+        waits for the client's broadcasts.
     generates: whether a request needs a slot of the RequestLimiter.
     """
 
@@ -154,7 +154,7 @@ def admin_route(
     errors: ErrorForm = openai_form,
     ends_with_client: bool = False,
 ) -> Route:
-    """Return the route of an operation."""
+    """Return the route of an operation: a POST that needs the admin key. See Route."""
     return Route(
         path=path,
         handler=handler,

@@ -1,7 +1,7 @@
 """The tokenizer of a server: texts of single tokens, ids of prompts, and replies with tags.
 
-Used by the handlers of all protocols. Long texts are encoded by two threads, so that the event loop
-serves other requests meanwhile.
+Made by `rollout.serve.server` and used by the handlers of all protocols. Threads encode and decode
+long texts, so that the event loop serves other requests meanwhile.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _T = TypeVar("_T")
 
 
 class TokenTexts:
-    """The tokenizer of an LLM, with the texts of tokens cached. It may be absent."""
+    """The tokenizer of an LLM, or its absence, and a cache of the texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
-        """max_characters: most characters of one text to encode."""
+        """Start with an empty cache. max_characters: most characters of one text to encode."""
         self._tokenizer, self._max_characters = tokenizer, max_characters
         self._texts: dict[int, str] = {}
         self._anchor: list[int] | None = None
@@ -49,12 +49,14 @@ class TokenTexts:
 
     @property
     def verbatim(self) -> Tokenizer:
-        """The tokenizer that also decodes special tokens."""
+        """The tokenizer with special tokens in decoded text. Raises ApiError without a
+        tokenizer."""
         tokenizer = self.tokenizer
         return tokenizer.verbatim if isinstance(tokenizer, HFTokenizer) else tokenizer
 
     def showing(self, tags: frozenset[str]) -> TagTokenizer | None:
-        """Return the tokenizer whose texts show `tags`; None if no tag is a special token."""
+        """Return a tokenizer whose decoded text shows those `tags` that are special tokens; None if
+        no tag is one, so that any tokenizer shows them."""
         if tags not in self._showing:
             tokenizer, verbatim = self.tokenizer, self.verbatim
             special = frozenset(tag for tag in tags if _is_special(tag, tokenizer, verbatim))
@@ -62,9 +64,8 @@ class TokenTexts:
         return self._showing[tags]
 
     def of(self, token_id: int) -> str:
-        """Return the text that a token adds to other text, also of a special token. Incomplete
-        characters are U+FFFD. Without a tokenizer the text is "token_id:N".
-        """
+        """Return the text that a token, special or not, adds to text before it. Incomplete
+        characters are U+FFFD. Without a tokenizer the text is "token_id:N"."""
         text = self._texts.get(token_id)
         if text is None:
             if self._tokenizer is None:
@@ -82,9 +83,8 @@ class TokenTexts:
         return text.encode("utf-8", "replace")
 
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary writes them; for a tokenizer that is not Hugging Face's,
-        their texts. The event loop serves other requests between passes.
-        """
+        """Return tokens as the vocabulary writes them; their texts, if it is not an HFTokenizer.
+        The event loop serves other requests between passes over many ids."""
         tokenizer, tokens = self.tokenizer, []
         for start in range(0, len(token_ids), _TOKENS_PER_PASS):
             ids = token_ids[start : start + _TOKENS_PER_PASS]
@@ -107,12 +107,9 @@ class TokenTexts:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Return the ids of each text.
-
-        max_tokens: None, or a number of tokens. Raises ApiError for a text that cannot be encoded,
-        that is longer than `max_characters`, or that has more characters than `max_tokens` of the
-        longest tokens.
-        """
+        """Return the ids of each text. max_tokens: most tokens of a text; None for no limit. Raises
+        ApiError for a text that cannot be encoded, that has more than `max_characters` characters,
+        or that cannot have `max_tokens` or fewer tokens even if all were of the longest token."""
         tokenizer = self.tokenizer
         for text in texts:
             self._check_length(text, max_tokens)
@@ -121,7 +118,7 @@ class TokenTexts:
         return await self._result_of(work, size, "the tokenizer cannot encode the prompt")
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, including special tokens. Raises ApiError."""
+        """Return the text of tokens, special tokens included. Raises ApiError if that fails."""
         work = partial(self.verbatim.decode, token_ids)
         return await self._result_of(work, len(token_ids), "the tokens cannot be decoded")
 
@@ -168,7 +165,7 @@ def _longest_token(tokenizer: Tokenizer) -> int:
 
 
 def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
-    """Return whether a tag is a special token, which `tokenizer` leaves out of texts."""
+    """Return whether a tag is a special token, which `tokenizer` leaves out of decoded text."""
     try:
         ids = tokenizer.encode(tag)
         return any(verbatim.decode([i]) == tag and not tokenizer.decode([i]) for i in ids)
@@ -177,10 +174,10 @@ def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
 
 
 class TagTokenizer:
-    """A tokenizer whose texts show the special tokens `tags`, and no other special tokens."""
+    """A tokenizer whose decoded text has the special tokens `tags`, and no other special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, verbatim: Tokenizer, tags: frozenset[str]) -> None:
-        """verbatim: the same tokenizer, with texts that show all special tokens."""
+        """Wrap `tokenizer`. verbatim: the same tokenizer, but with all special tokens in text."""
         self._tokenizer, self._verbatim, self.tags = tokenizer, verbatim, tags
         self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size

@@ -1,6 +1,8 @@
 """StepOutput: the tokens that one step sampled and scored.
 
-The executor makes it; the scheduler and OutputProcessor read it.
+Made by ModelRunner and the sampling code of the backends, copied to the host by
+`rollout.backends.executors.transfer`, passed on by the executors and StepPipeline, and read by
+Scheduler and OutputProcessor. Immutable.
 
 Shape letters: S sample rows, P scored tokens, N the largest top-n of the step, T tokens, L layers
 with experts, K experts of a token.
@@ -24,8 +26,8 @@ Other = TypeVar("Other")
 class SampleResult(Generic[Array]):
     """S sampled tokens. Log-probs follow the `logprobs_mode` of the row's request.
 
-    A row whose logits were not finite has `is_finite_S` False and a meaningless token. Arrays that
-    no request of the step wants are None.
+    A row whose logits were not finite has `is_finite_S` False and a meaningless token. An array is
+    None if no request of the step asked for it.
     """
 
     token_ids_S: Array  # int64
@@ -38,7 +40,8 @@ class SampleResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult(Generic[Array]):
-    """P prompt tokens, scored by raw logits. Arrays that no request of the step wants are None."""
+    """Scores of P prompt tokens under the raw logits. An array is None if no request of the step
+    asked for it."""
 
     logprobs_P: Array  # float32
     ranks_P: Array | None = None  # int32
@@ -48,10 +51,10 @@ class ScoreResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput(Generic[Array]):
-    """Results of one step, in the order of its plan.
+    """Results of one step: samples, scores and tokens in the order of its StepPlan.
 
-    routing_TLK, slots_T: the experts of each token of the step, and the cache slot to which its KV
-    was written; None unless experts are recorded.
+    routing_TLK: experts of each token of the step. slots_T: the KV cache slot of each token. Both
+    are None unless experts are recorded.
     """
 
     samples: SampleResult[Array]
@@ -61,7 +64,7 @@ class StepOutput(Generic[Array]):
 
 
 def map_arrays(output: StepOutput[Array], convert: Callable[[Array], Other]) -> StepOutput[Other]:
-    """Return the output with `convert(array)` in place of each array except `slots_T`."""
+    """Return a copy with `convert(array)` in place of each array. `slots_T` is not converted."""
     routing_TLK = output.routing_TLK
     return StepOutput(
         samples=SampleResult(**_converted(output.samples, convert)),

@@ -1,11 +1,13 @@
 """StepPlan: the tokens of one forward pass, as arrays of integers.
 
-The scheduler makes it and the executor runs it, on all ranks alike.
+`rollout.scheduling` makes it. StepPipeline launches it on an executor, which gives the same plan to
+the Worker of every rank. There BatchBuilder, LogitsBuilder and ModelRunner read it.
 
 A *row* is a slot that a request keeps for as long as it runs; row 0 is scratch. A *compute row* is
-a row that has tokens in this step. A *sample row* is a row that draws a token from the logits of
-some computed token. They differ: all children of a fork are sampled from one compute row. The
-executor keeps a row's block table and sampling parameters, so a plan holds only their changes.
+a row that has tokens in this step. A *sample row* is a row for which this step draws a token. The
+two differ when a group forks: the first tokens of all its requests are drawn from the logits of one
+compute row. The executor keeps each row's block table and sampling parameters, so a plan holds only
+their changes.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ def _empty() -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRow:
-    """A row that a request has taken, and the sampling of its tokens.
+    """The request that now occupies a row, and how its tokens are sampled.
 
-    num_prompt: number of the request's tokens that are its prompt. end_ids: ids that end the
-    request; they are not drawn within its first `min_tokens` generated tokens. token_ids: all
-    tokens of the request so far if its sampling parameters have penalties, else empty.
+    num_prompt: number of prompt tokens. end_ids: token ids that end the request; they are not drawn
+    within its first `min_tokens` generated tokens. token_ids: all tokens of the request so far if
+    its sampling parameters have penalties, else empty.
     """
 
     row: int
@@ -55,16 +57,16 @@ class StepPlan:
 
     rows, query_lens, context_lens: [R] the compute rows, the number of tokens that each computes in
         this step, and the length of its KV afterwards.
-    prefill_token_ids: ids of the tokens of all rows that do not decode.
+    prefill_token_ids: token ids of all compute rows after the decode rows.
     table_rows, table_indices, table_blocks: [C] the row whose block table changes, the index of the
         entry, and its new block.
-    copy_sources, copy_targets, copy_lengths: [K] source and target of each block that is copied
-        before the forward pass, and the number of its first tokens to copy. No block is both a
-        source and a target.
-    sample_sources, sample_rows, sample_positions: [S] the token of this step from whose logits a
-        token is drawn, the row that gets the drawn token, and the drawn token's absolute position.
-    score_sources, score_targets: [P] the token of this step whose logits score a prompt token, and
-        the prompt token's id.
+    copy_sources, copy_targets, copy_lengths: [K] source block and target block of each copy made
+        before the forward pass, and how many of the block's first tokens to copy. No block is both
+        a source and a target.
+    sample_sources, sample_rows, sample_positions: [S] index of the step's token from whose logits a
+        token is drawn, the row of the drawn token, and its absolute position in that row.
+    score_sources, score_targets: [P] index of the step's token whose logits score a prompt token,
+        and the prompt token's id.
     score_top_n, score_ranks: number of most likely tokens reported with each scored token, and
         whether its rank is reported.
     """
@@ -93,5 +95,5 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Number of tokens that the step computes."""
         return self.num_decode_rows + len(self.prefill_token_ids)

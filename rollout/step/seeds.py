@@ -1,8 +1,11 @@
 """Random numbers of sampling: a pure function of (request seed, absolute position).
 
-Nothing here depends on the batch, so a token is the same whatever ran beside it. Used by the worker
-to draw tokens, and by everything that derives seeds. The mixer is SplitMix64 (Steele, Lea and Flood
-2014, "Fast splittable pseudorandom number generators").
+Nothing here depends on the batch, so a token is the same whatever ran beside it. BatchBuilder of
+`rollout.worker` draws the numbers of a step here. All else derives seeds: `rollout.engine`,
+`rollout.apis`, `rollout.coordinator`, `rollout.serve`, `rollout.testing`, `rollout_verl` and
+`trainer_hooks`, whose prompt order is random by `uniforms`, too.
+The mixer is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+generators").
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ _NUM_AHEAD = 16  # positions
 
 
 def system_seed() -> int:
-    """Return a new seed in [0, 2**63) from the system's random numbers."""
+    """Return a new seed in [0, 2**63) from the operating system's random source."""
     return secrets.randbits(63)
 
 
 def given_or_drawn(seed: int | None, owner: str) -> int:
-    """Return `seed`, or a new system seed if it is None. Logs the seed drawn for `owner`."""
+    """Return `seed`, or a new `system_seed` if it is None. Logs a new seed as drawn for `owner`."""
     if seed is None:
         seed = system_seed()
         _logger.info("seed=%d was drawn for %s; give it to draw the same tokens again", seed, owner)
@@ -37,7 +40,7 @@ def given_or_drawn(seed: int | None, owner: str) -> int:
 
 
 def mix_seed(seed: int, *indices: int) -> int:
-    """Return a seed in [0, 2**63) that follows from `seed` and each of `indices` in turn."""
+    """Return a seed in [0, 2**63), a hash of `seed` and `indices`. The order of indices counts."""
     state = seed & _MASK
     for index in indices:
         state = _finalize(state + _GOLDEN * ((index & _MASK) + 1))
@@ -47,9 +50,10 @@ def mix_seed(seed: int, *indices: int) -> int:
 def params_of_sample(
     params: SamplingParams, prompt_index: int, sample_index: int
 ) -> SamplingParams:
-    """Return the parameters of one of several samples of a prompt.
+    """Return `params` for one of several samples of a prompt.
 
-    A given seed is mixed with both indices, so that no two samples share their random numbers.
+    A seed in `params` is mixed with both indices, so that no two samples share random numbers.
+    Without a seed `params` is returned as it is.
     """
     if params.seed is None:
         return params
@@ -64,9 +68,8 @@ def _finalize(z: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) per (seed, position), with 53 random bits. The two arrays have
-    one shape, or are broadcast to one.
-    """
+    """Return one number in [0, 1) per (seed, position), with 53 random bits. The two arrays are
+    broadcast to one shape."""
     z = seeds + _GOLDEN_64 * (positions.astype(np.uint64) + np.uint64(1))
     z = _finalize_array(_finalize_array(z) ^ _GOLDEN_64)
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -79,10 +82,10 @@ def _finalize_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class UniformsAhead:
-    """Returns the `uniforms` of S samples whose positions grow by one from call to call.
+    """A cache of the `uniforms` of S samples whose positions grow by one from call to call.
 
-    From the second call on it draws the numbers of 16 positions at once: NumPy takes about as long
-    for one position.
+    The first call draws one position. Later draws cover 16 positions at once, which takes NumPy
+    about as long as one.
     """
 
     def __init__(self, seeds: NDArray[np.uint64]) -> None:
@@ -91,7 +94,8 @@ class UniformsAhead:
         self._num_left = 0
 
     def at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the numbers at these positions, [S]; each is one above that of the last call."""
+        """Return the numbers at `positions`, [S]. Each position must be one above the previous
+        call's."""
         if not self._num_left:
             self._start = positions
             self._drawn = uniforms(self._seeds, positions[:, None] + np.arange(self._num_ahead))

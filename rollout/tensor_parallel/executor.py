@@ -1,8 +1,9 @@
 """TensorParallelExecutor: runs an engine on several ranks, from rank 0. SpmdExecutor: the same
 where the ranks are processes of a trainer.
 
-Used by Engine in place of WorkerExecutor. It calls rank 0's Worker, and sends commands to the
-others.
+Made by `rollout.tensor_parallel.start`. Engine, StepPipeline and Suspension use either one in place
+of WorkerExecutor, and `rollout.apis.spmd` begins and ends the calls of SpmdExecutor. An executor
+calls rank 0's Worker and sends the same commands to the other ranks over sockets.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _R = TypeVar("_R")
 class TensorParallelExecutor(WorkerExecutor):
     """Sends each command to the other ranks, runs it on rank 0, and waits for all answers.
 
-    A command that fails on one rank fails: its error is raised once all ranks have answered, and
-    the ranks can run the next one. A rank that ends, or does not answer in time, ends the group:
-    LockstepError, then and at every later command.
+    An error on any rank is raised here once all ranks have answered; the ranks can then run the
+    next command. If a rank ends or does not answer in time, the group has failed: this command and
+    every later one raise LockstepError.
 
-    Steps and memory use one channel, from the thread that steps. Staging has a channel of its own,
-    which any thread uses.
+    `channel` carries all commands except those of staging, and only the thread that steps uses it.
+    `staging` carries `Follower.stage` and `Follower.drop_staged`, from any thread.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class TensorParallelExecutor(WorkerExecutor):
         staging: LeadChannel,
         processes: Sequence[ChildProcess] = (),
     ) -> None:
-        """`processes`: child processes of the other ranks, in order. They end with this."""
+        """`processes`: child processes of the other ranks, in the order of ranks. They are killed
+        by `close`, by a failure of the group, or when the executor is freed."""
         super().__init__(worker)
         self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
@@ -65,7 +67,7 @@ class TensorParallelExecutor(WorkerExecutor):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the other ranks, in order."""
+        """Process ids of the child processes, in the order of ranks."""
         return [process.pid for process in self._processes]
 
     def run(
@@ -73,23 +75,23 @@ class TensorParallelExecutor(WorkerExecutor):
     ) -> list[_R]:
         """Run a method of Worker on all ranks. Returns its results in the order of ranks.
 
-        Raises an error of rank 0, else of another rank, once all have answered.
+        Once all ranks have answered, raises rank 0's error, else another rank's. LockstepError is
+        raised at once.
         """
         sent = self._channel.send(method, *args, **kwargs)
         return self._together(lambda: method(self.worker, *args, **kwargs), sent)
 
     def _together(self, own: Callable[[], _R], sent: Sent[_R]) -> list[_R]:
-        """Do rank 0's part of a command that was sent. Returns the results of all ranks."""
+        """Call `own`, rank 0's part of the command that was sent as `sent`. Returns the results of
+        all ranks."""
         try:
             return [own(), *self._channel.results(sent)]
         except BaseException as error:
             self._realign(error)
 
     def _realign(self, error: BaseException) -> NoReturn:
-        """Make all ranks wait for the next command after one has failed on some rank.
-
-        Raises the cause: `error`, or the error of the rank that made rank 0 abort.
-        """
+        """After a command has failed, bring all ranks to where they wait for the next one. Always
+        raises: `error`, or the error of another rank that aborted rank 0's collective."""
         if isinstance(error, LockstepError):
             raise self._channel.fail(str(error)) from error
         self._collectives.abort()
@@ -108,8 +110,8 @@ class TensorParallelExecutor(WorkerExecutor):
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step on all ranks. The returned function waits for its result.
 
-        It raises LockstepError if another rank has sampled other tokens, where ranks report that:
-        ranks that run ahead do not.
+        It raises LockstepError if another rank has sampled other tokens. This is not checked on
+        devices where steps overlap, because `Follower.run_step` then returns no digest.
         """
         sent = self._channel.send(Follower.run_step, plan)
         try:
@@ -138,8 +140,8 @@ class TensorParallelExecutor(WorkerExecutor):
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Stage an update on all ranks: each reads the whole source in shared memory and stages its
-        part. Rank 0 verifies the checksum with the fingerprints that all ranks return."""
+        """Stage an update on all ranks. Copies the update to shared memory, where each rank reads
+        it and stages its part. Rank 0 verifies the checksum with the fingerprints of all ranks."""
         self.weights.require_resident("stage an update")
         with self._staging_lock, self._shared(named_tensors) as (tensors, source):
             self._num_staged += 1
@@ -150,7 +152,8 @@ class TensorParallelExecutor(WorkerExecutor):
                 shares = self._staging.results(sent)
                 self.weights.verify(staged, [staged.share, *shares], source_checksum)
             except BaseException:
-                # Also cancels the staging of the others: the weights are not read after this.
+                # Also cancels staging on the other ranks. All have answered before this block ends
+                # and frees the shared memory.
                 self._staging.answers(self._staging.send(Follower.drop_staged, key))
                 raise
         staged.elsewhere = _StagedElsewhere(key, self._drop)
@@ -159,18 +162,19 @@ class TensorParallelExecutor(WorkerExecutor):
 
     @contextmanager
     def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-        """Copy an update to shared memory. See `in_shared_memory`."""
+        """Copy an update to shared memory and yield it. See `in_shared_memory`."""
         with in_shared_memory(named_tensors) as shared:
             yield shared
 
     def _drop(self, key: int) -> None:
-        """Drop what the other ranks have staged. Called by the thread that frees the last
-        reference."""
+        """Make the other ranks drop the update that they staged under `key`. Any thread may call
+        it: it runs when the last reference to the update is freed."""
         self._to_drop.append(key)
         self._send_drops()
 
     def _send_drops(self) -> None:
-        """Send the drops that wait, unless another thread is staging: it sends them at its end."""
+        """Send the queued drops. Does nothing while another thread stages: that thread sends them
+        when it is done."""
         while self._to_drop and self._staging_lock.acquire(blocking=False):
             try:
                 with suppress(LockstepError, IndexError):
@@ -179,8 +183,8 @@ class TensorParallelExecutor(WorkerExecutor):
                 self._staging_lock.release()
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update on all ranks, or on none: ranks that have committed roll back if
-        another fails."""
+        """Serve a staged update as `version` on all ranks, or on none: if one rank fails, the
+        others roll back. Returns the bytes written on all ranks."""
         version = next_version(self.weights.version, version)
         key, before = staged.elsewhere.key, self.weights.version
         sent = self._channel.send(Follower.commit_staged, key, version)
@@ -197,16 +201,17 @@ class TensorParallelExecutor(WorkerExecutor):
     # ---- ranks
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if another rank is gone, unless `close` has ended it."""
+        """Raise LockstepError if another rank has ended. Does nothing after `close`."""
         if not self._is_closed:
             self._channel.check()
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return what each rank uses, in the order of ranks; () after `close`."""
+        """Return each rank's memory and CPU time, in the order of ranks; () after `close`."""
         return () if self._is_closed else super().rank_uses()
 
     def close(self) -> None:
-        """Release rank 0's KV cache and end the other ranks. May be called again if it fails."""
+        """End the other ranks, then release rank 0's KV cache and leave its collectives. May be
+        called again if it fails."""
         self._channel.close()
         self._staging.close()
         self._is_closed = True
@@ -215,15 +220,15 @@ class TensorParallelExecutor(WorkerExecutor):
         self._collectives.close()
 
     def _on_failure(self, reason: str) -> None:
-        """End the group: one of the channels has failed."""
+        """End the group after one of the channels has failed for `reason`."""
         self._channel.fail(reason)
         self._staging.fail(reason)
         end_processes(self._processes)
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill the processes of ranks. They have nothing to clean up, and a stopped process reacts
-    to no other signal."""
+    """Kill child processes and wait for their end. SIGKILL, because they have nothing to clean up
+    and a stopped process reacts to no other signal."""
     for child in children:
         child.kill()
     for child in children:
@@ -231,8 +236,8 @@ def end_processes(children: Sequence[ChildProcess]) -> None:
 
 
 class _StagedElsewhere:
-    """The parts of an update that the other ranks have staged under `key`. They drop them when
-    this is freed."""
+    """The parts of an update that the other ranks have staged under `key`. Freeing this object
+    calls `drop`, so that they drop their parts."""
 
     def __init__(self, key: int, drop: Callable[[int], None]) -> None:
         self.key, self._drop = key, drop
@@ -243,10 +248,10 @@ class _StagedElsewhere:
 
 class SpmdExecutor(TensorParallelExecutor):
     """Runs an engine whose other ranks are processes of a trainer, which call the same methods of
-    LLM as rank 0: `begin_call` waits for them, `end_call` returns them the outcome.
+    LLM as rank 0. `begin_call` waits for the other ranks, `end_call` sends them the outcome.
 
-    One thread at a time makes calls, so one channel carries all commands. The end of the group ends
-    no process: LockstepError is raised at once wherever a rank waits.
+    One channel carries all commands, because one thread at a time makes calls. A failure of the
+    group ends no process: every rank that waits for another raises LockstepError at once.
     """
 
     def __init__(self, worker: Worker, *, channel: LeadChannel, start_timeout_s: float) -> None:
@@ -255,9 +260,8 @@ class SpmdExecutor(TensorParallelExecutor):
         self._start_timeout_s = start_timeout_s
 
     def begin_call(self, call: SpmdCall) -> None:
-        """Wait until all ranks make a call. Raises EngineStateError on all of them if their calls
-        differ; they can make another one then.
-        """
+        """Wait until all ranks make `call`. Raises EngineStateError on all ranks if their calls
+        differ; the ranks can then make another call."""
         sent = self._channel.send(SpmdFollower.report_call)
         calls = self._channel.answers(sent, self._start_timeout_s, f"call {call.method}")
         if difference := _difference([call, *calls]):
@@ -265,7 +269,8 @@ class SpmdExecutor(TensorParallelExecutor):
             raise EngineStateError(difference)
 
     def end_call(self, outcome: SpmdOutcome) -> None:
-        """Let the other ranks return from the call. Does nothing once the group has ended."""
+        """Send the queued drops and let the other ranks return from the call with `outcome`. Does
+        nothing once the group has failed."""
         with suppress(LockstepError):
             while self._to_drop:
                 self._channel.send(Follower.drop_staged, self._to_drop.popleft())
@@ -273,15 +278,15 @@ class SpmdExecutor(TensorParallelExecutor):
 
     @contextmanager
     def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-        """Copy rank 0's source to shared memory while the other ranks read theirs, because a
-        trainer's ranks gather together."""
+        """Copy rank 0's source to shared memory while the other ranks read theirs: reading may be a
+        collective of the trainer's ranks."""
         sent = self._channel.send(SpmdFollower.read_source)
         with super()._shared(named_tensors) as shared:
             self._channel.results(sent)
             yield shared
 
     def _send_drops(self) -> None:
-        """Do nothing: ranks take commands within a call only, so `end_call` sends the drops."""
+        """Do nothing: ranks run commands only within a call, so `end_call` sends the drops."""
 
     def _on_failure(self, reason: str) -> None:
         self._collectives.abort()
@@ -293,7 +298,7 @@ class SpmdExecutor(TensorParallelExecutor):
 
 
 def _difference(calls: list[SpmdCall]) -> str | None:
-    """Return how the calls of the ranks differ, in words; None if they are equal."""
+    """Return a message that says how the calls of the ranks differ; None if they are equal."""
     first, remedy = calls[0], "all ranks of pg_collection.tp make the same calls, in one order"
     if any(call.method != first.method for call in calls):
         named = ", ".join(f"rank {rank} called {call.method}" for rank, call in enumerate(calls))

@@ -1,6 +1,9 @@
 """Follower: a rank other than 0, which runs the commands of rank 0's TensorParallelExecutor.
+SpmdFollower: the same in a process of a trainer.
 
-Commands are methods of Worker and of this class. SpmdFollower: the same in a process of a trainer.
+A command is a method of Worker or of these classes. Made by `rollout.tensor_parallel.start`;
+`rollout.tensor_parallel.executor` names the methods that it sends, and `rollout.apis.spmd` calls
+SpmdFollower. Receives commands and answers them over the sockets of its channels.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from rollout.worker.worker import Worker
 
 
 class Follower(Worker):
-    """A Worker that runs the commands of rank 0. It keeps the steps in flight, at most two as on
-    rank 0, and the updates that are staged on this rank, by rank 0's keys."""
+    """A Worker that runs the commands of rank 0. It keeps at most two steps in flight, as rank 0
+    does, and the updates staged on this rank, by the keys that rank 0 gave them."""
 
     def __init__(self, loaded: LoadedModel, sizes: EngineSizes, staging: FollowerChannel) -> None:
-        """`staging`: the channel over which commands for staged updates arrive."""
+        """`staging`: the channel that carries the commands `stage` and `drop_staged`."""
         super().__init__(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
         self._staging = staging
         self._staged: dict[int, StagedWeights] = {}
@@ -42,7 +45,7 @@ class Follower(Worker):
     # ---- commands of rank 0, beside those of Worker
 
     def run_step(self, plan: StepPlan) -> int | None:
-        """Run a step. Returns the digest of its output; None where steps overlap, because rank 0
+        """Launch a step. Returns the digest of its output; None if steps overlap, because rank 0
         must not wait for this rank's output."""
         if len(self._in_flight) == 2:
             self._in_flight.popleft()()
@@ -53,39 +56,40 @@ class Follower(Worker):
         return None
 
     def reset(self) -> None:
-        """Drop the steps in flight after one failed on some rank, and make sums usable again."""
+        """Drop the steps in flight after one failed on some rank, and make collectives usable
+        again."""
         self._in_flight.clear()
         self.collectives.reset()
 
     def stage(self, key: int, source: SharedSource, source_checksum: str) -> WeightShare:
-        """Stage this rank's part of an update. Returns its part of the fingerprints."""
+        """Stage this rank's part of an update under `key`. Returns its part of the fingerprints."""
         staged = self.stage_weights(source.open(), self._check_not_cancelled, source_checksum)
         self._staged[key] = staged
         return staged.share
 
     def _check_not_cancelled(self) -> None:
-        # Rank 0 waits for the share, and sends nothing before unless it drops the update.
+        # Until rank 0 has this rank's share, the only command it can send is to drop the update.
         if self._staging.has_command:
             raise WeightUpdateError("the staging of these weights was cancelled")
 
     def drop_staged(self, key: int) -> None:
-        """Drop a staged update, if it was staged here."""
+        """Drop the update staged under `key`, if there is one."""
         self._staged.pop(key, None)
 
     def commit_staged(self, key: int, version: int) -> int:
-        """Serve a staged update as `version`. Returns the bytes written."""
+        """Serve the update staged under `key` as `version`. Returns the bytes written."""
         return self.commit_weights(self._staged[key], version)
 
     def undo_commit(self, key: int) -> None:
-        """Serve the weights from before the commit again, if this rank has committed."""
+        """Roll back the update staged under `key`, if this rank has committed it."""
         if self._staged[key].is_spent:
             self.weights.roll_back(self._staged[key])
 
     # ---- the loop
 
     def serve(self, channel: FollowerChannel) -> None:
-        """Run the commands of rank 0 until it ends. Commands for staged updates run in a thread
-        of their own, beside steps."""
+        """Run the commands of rank 0 until the channel ends. Staging commands run in a thread of
+        their own, beside steps."""
         loop = threading.Thread(
             target=self._serve, args=(self._staging,), name="weight-staging", daemon=True
         )
@@ -100,19 +104,19 @@ class Follower(Worker):
     def answer_to(self, received: Received) -> Any:
         """Run one command. Returns its result, or the exception that it raised.
 
-        An exception first aborts the sums in which other ranks may wait for this one, unless the
-        command is about staged updates, which use no sums.
+        After an exception, first aborts the collectives in which other ranks may wait for this one.
+        Commands that run no collective abort nothing.
         """
         try:
             return received(self)
         except Exception as error:
-            if received.command not in _ABOUT_STAGED:
+            if received.command not in _WITHOUT_COLLECTIVES:
                 self.collectives.abort()
             return error
 
 
 def digest(output: StepOutput) -> int:
-    """Return a number that differs where the sampled tokens differ."""
+    """Return the CRC-32 of the sampled token ids, by which ranks compare their steps."""
     return zlib.crc32(output.samples.token_ids_S.tobytes())
 
 
@@ -121,8 +125,8 @@ def digest(output: StepOutput) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdCall:
-    """A call of an LLM method on one rank. `digests`: hashes, by name, of the arguments that must
-    be equal on all ranks."""
+    """A call of an LLM method on one rank. `digests`: hashes of the arguments that must be equal on
+    all ranks, by the argument's name."""
 
     method: str
     digests: Mapping[str, str]
@@ -130,8 +134,8 @@ class SpmdCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdOutcome:
-    """Outcome of a call on rank 0: the pickled result or the encoded error, and the engine's state
-    and version afterwards."""
+    """Outcome of a call on rank 0: the pickled result, or the encoded error if it is not None, and
+    the engine's state and weights version afterwards."""
 
     result: bytes = b""
     error: Mapping[str, Any] | None = None
@@ -140,10 +144,10 @@ class SpmdOutcome:
 
 
 class SpmdFollower(Follower):
-    """A rank other than 0 in a process of a trainer, which runs commands only within `join_call`.
+    """A rank other than 0 in a process of a trainer. It runs commands only within `join_call`.
 
-    An error that is not an outcome of the call ends the group: LockstepError, on all ranks and in
-    every later call.
+    A failure of this rank outside the call's outcome ends the group: all ranks raise LockstepError,
+    also in every later call.
     """
 
     def __init__(
@@ -165,10 +169,11 @@ class SpmdFollower(Follower):
         self.state, self.weights_version = EngineState.RUNNING, self.weights.version
 
     def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
-        """Take part in a call that all ranks make: run rank 0's commands until its end. `source`:
-        the weights of an update. Returns rank 0's result.
+        """Take part in a call that all ranks make: run rank 0's commands until the call ends.
+        Returns rank 0's result. `source`: this rank's tensors, if the call is an update.
 
-        Raises rank 0's error, EngineStateError if the ranks' calls differ, and LockstepError.
+        Raises rank 0's error, EngineStateError if the ranks' calls differ, or LockstepError if the
+        group has failed.
         """
         if self._failure is not None:
             raise LockstepError(self._failure)
@@ -223,24 +228,24 @@ class SpmdFollower(Follower):
     # ---- commands of rank 0
 
     def report_call(self) -> SpmdCall:
-        """Return the call that this rank makes."""
+        """Return the call that this rank is in."""
         assert self._call is not None, "commands run within a call"
         return self._call
 
     def refuse_call(self, reason: str) -> None:
-        """End a call that differs between ranks."""
+        """End the call with EngineStateError(reason), because the ranks' calls differ."""
         self._refusal = reason
 
     def finish_call(self, outcome: SpmdOutcome) -> None:
-        """End a call."""
+        """End the call with rank 0's outcome."""
         self._outcome = outcome
 
     def read_source(self) -> None:
-        """Read this rank's source of an update while rank 0 reads its own."""
+        """Read this rank's source of an update, and drop the values, while rank 0 reads its own."""
         read_along(self._source)
 
 
-_ABOUT_STAGED = (Follower.stage, Follower.drop_staged, SpmdFollower.read_source)
+_WITHOUT_COLLECTIVES = (Follower.stage, Follower.drop_staged, SpmdFollower.read_source)
 
 
 # ---- the start
@@ -249,8 +254,8 @@ F = TypeVar("F", bound=Follower)
 
 
 class FollowerStart(Generic[F]):
-    """The start of a rank other than 0. It runs the four commands of rank 0's start, one after
-    the other."""
+    """The start of a rank other than 0: the commands `join_ranks`, `load`, `prepare` and `begin`,
+    which `load_on_ranks` sends from rank 0 in this order."""
 
     def __init__(
         self,
@@ -260,16 +265,17 @@ class FollowerStart(Generic[F]):
         make: Callable[[LoadedModel, EngineSizes], F],
     ) -> None:
         """`join` enters the rendezvous, `load` loads this rank's part of the model, and `make`
-        makes the rank once the engine's sizes are known."""
+        returns the Follower once the engine's sizes are known."""
         self._join, self._load, self._make = join, load, make
         self._collectives: Collectives | None = None
         self._loaded: LoadedModel | None = None
         self._follower: F | None = None
 
     def serve(self, channel: FollowerChannel, timeout_s: float | None = None) -> F:
-        """Run commands until the rank has started. `timeout_s`: deadline of each command.
+        """Run commands until the rank has started. Returns its Follower.
 
-        An error is sent to rank 0, and raised here as well.
+        `timeout_s`: how long to wait for each command; None for no limit. An error of a command is
+        sent to rank 0 and raised.
         """
         while self._follower is None:
             received = channel.receive(timeout_s)
@@ -291,12 +297,12 @@ class FollowerStart(Generic[F]):
         self._loaded = self._load(self._collectives)
 
     def prepare(self) -> int:
-        """Prepare the model. Returns the KV blocks that fit."""
+        """Bind the model to its backend. Returns the number of KV blocks that fit this rank."""
         assert self._loaded is not None, "ranks load before they prepare"
         self._loaded.model.prepare(self._loaded.backend)
         return self._loaded.sizes.num_blocks
 
     def begin(self, sizes: EngineSizes) -> None:
-        """Reserve the memory of an engine of these sizes."""
+        """Make the Follower, which reserves the memory of an engine of these sizes."""
         assert self._loaded is not None, "ranks load before they begin"
         self._follower = self._make(self._loaded, sizes)

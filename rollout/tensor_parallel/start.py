@@ -1,9 +1,12 @@
 """Start of an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
 
+Used by `rollout.engine.build`; child processes run `rollout.tensor_parallel.rank_process`, and
+`rollout.apis.spmd` asks `num_spmd_ranks`.
+
 The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Afterwards commands
-go over sockets of the machine, which also show that a rank has ended. Sums go over shared memory or
-a communicator of the engine's own. The trainer's group must outlive the engine, and neither could
-be repaired within it after a failure.
+go over local sockets, which also show that a rank has ended. Collectives go over shared memory or a
+communicator of the engine's own. The trainer's group carries neither: it is used after the engine,
+and a collective that fails in it could not be repaired.
 """
 
 from __future__ import annotations
@@ -52,10 +55,10 @@ def load_on_ranks(
     rendezvous: RankRendezvous,
     channel: LeadChannel,
 ) -> tuple[LoadedModel, EngineSizes, Worker]:
-    """Load the model on all ranks. The other ranks run a FollowerStart. Returns rank 0's part.
+    """Load the model on all ranks, from rank 0. The other ranks must run a FollowerStart.
 
-    All ranks use the sizes that fit all of them. Raises ConfigError and ModelError of any rank, and
-    LockstepError if a rank ends.
+    Returns rank 0's loaded model, the engine's sizes, which fit all ranks, and rank 0's Worker.
+    Raises a ConfigError or ModelError of any rank, and LockstepError if a rank ends.
     """
     start_s = config.tensor_parallel_start_timeout_s
     joined = channel.send(FollowerStart.join_ranks)
@@ -86,7 +89,7 @@ def start_group(
     model: Model, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, TensorParallelExecutor]:
     """Start the other ranks as child processes of this one, which is rank 0, and load the model on
-    all of them. Raises as `load_on_ranks` does."""
+    all ranks. Raises the errors of `load_on_ranks`; no child process is left then."""
     config = _sharing_cpus(config)
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
     spec_of(model, config.dtype).local(0, size)  # refuses a model before any process starts
@@ -126,10 +129,10 @@ def start_group(
 def run_rank(
     pipe: Connection, place: tuple[int, str], given: tuple[Model, InferenceConfig, int]
 ) -> None:
-    """Run a rank other than 0 in a child process, until rank 0 ends. The counterpart of
-    `start_group`.
+    """Run a rank other than 0 in a child process of `start_group`, until rank 0 ends.
 
-    `place`: the rank, and the address of the rendezvous. `given`: model, config and version.
+    `pipe`: the connection to rank 0's process. `place`: the rank, and the address of the
+    rendezvous. `given`: the model, its config and the weights version.
     """
     (rank, address), (model, config, weights_version) = place, given
     use_device(config, rank)
@@ -139,7 +142,7 @@ def run_rank(
     staging = SocketWire(wire.receive_socket(config.tensor_parallel_start_timeout_s))
     channel, staging_channel = FollowerChannel(rank, wire), FollowerChannel(rank, staging)
     start = FollowerStart(
-        # Rank 0 has deadlines for the others, which end with it: they need none.
+        # No deadline: rank 0 has one for each rank, and this process ends with rank 0.
         join=lambda: rendezvous.collectives(rank, timeout_s=math.inf),
         load=partial(load_model, model, config, weights_version),
         make=lambda loaded, sizes: Follower(loaded, sizes, staging_channel),
@@ -150,14 +153,16 @@ def run_rank(
 
 
 def _sharing_cpus(config: InferenceConfig) -> InferenceConfig:
-    """Return the config of each rank: ranks on a CPU share its processors."""
+    """Return the config with `num_threads` set so that ranks on a CPU share its processors. A given
+    `num_threads` stays."""
     if config.num_threads is not None or device_of(config) != "cpu":
         return config
     return config.replace(num_threads=max(1, num_usable_cpus() // config.tensor_parallel_size))
 
 
 def _wires_to(child: ChildProcess) -> tuple[SocketWire, SocketWire]:
-    """Return a child's two wires: its pipe, and a socket that it receives over the pipe."""
+    """Return rank 0's two wires to a child: its pipe, and a new socket whose other end is sent over
+    the pipe."""
     first = SocketWire(socket.socket(fileno=os.dup(child.pipe.fileno())))
     child.pipe.close()
     ours, theirs = socket.socketpair()
@@ -168,21 +173,22 @@ def _wires_to(child: ChildProcess) -> tuple[SocketWire, SocketWire]:
 
 # ---- processes of a trainer
 
-# Fields that may differ between ranks: each has its own group object, and rank 0 writes metrics.
+# Config fields that may differ between ranks.
 _OWN_FIELDS = ("metrics_writer", "logging_step_interval", "pg_collection", "num_threads")
 
 
 def num_spmd_ranks(config: InferenceConfig) -> int:
-    """Return how many processes of a trainer run an engine of `config` together."""
+    """Return how many processes of a trainer run an engine of `config` together; 1 without
+    `pg_collection`."""
     return 1 if config.pg_collection is None else int(config.pg_collection.tp.size())
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that each rank sends the others before the start.
+    """What each rank sends the others before the start.
 
-    `settings`: the fields that all ranks must share, as text by name. `rendezvous` and `listener`:
-    addresses of rank 0, for sums and for commands. `error`: the encoded error that keeps the rank
-    from taking part; nothing else is set then.
+    `settings`: the config fields that all ranks must share, as text by name. `rendezvous` and
+    `listener`: rank 0's addresses for collectives and for commands. `error`: the encoded error that
+    keeps the rank from taking part; the other fields are then empty.
     """
 
     machine: str = ""
@@ -198,7 +204,8 @@ def join_as_lead(
 ) -> tuple[LoadedModel, EngineSizes, SpmdExecutor]:
     """Become rank 0 of `config.pg_collection.tp`, and load the model on all ranks.
 
-    Raises ConfigError on all ranks if their settings differ, and as `load_on_ranks` does.
+    Raises ConfigError on all ranks if their settings differ, LockstepError if the exchange of
+    addresses fails, and the errors of `load_on_ranks`.
     """
     group, config = config.pg_collection.tp, _of_spmd_rank(config)
     size, start_s = config.tensor_parallel_size, config.tensor_parallel_start_timeout_s
@@ -225,7 +232,8 @@ def join_as_lead(
 
 
 def join_as_follower(model: Model, config: InferenceConfig, weights_version: int) -> SpmdFollower:
-    """Become another rank of `config.pg_collection.tp` than 0. Raises as `join_as_lead` does."""
+    """Become a rank of `config.pg_collection.tp` other than 0, and load its part of the model.
+    Returns when the rank has started. Raises the errors of `join_as_lead`."""
     group, config = config.pg_collection.tp, _of_spmd_rank(config)
     rank, start_s = group.rank(), config.tensor_parallel_start_timeout_s
     lead, *_ = _exchanged(group, _own_facts(config, weights_version))
@@ -266,8 +274,11 @@ def _own_facts(
 
 
 def _exchanged(group: Any, own: _Facts) -> Sequence[_Facts]:
-    """Exchange facts with all ranks. Returns the facts in the order of ranks. Raises an error of
-    any rank, on all ranks, and ConfigError if the settings of ranks differ."""
+    """Exchange facts with all ranks. Returns the facts in the order of ranks.
+
+    Raises the error of any rank on all ranks, ConfigError if settings differ, and LockstepError if
+    the exchange fails.
+    """
     try:
         gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
     except (RuntimeError, ValueError) as error:  # whatever the group's library raises
@@ -299,7 +310,7 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
 
 @contextlib.contextmanager
 def _errors_sent_to(channel: LeadChannel) -> Iterator[None]:
-    """Make the other ranks raise an error of the block, instead of waiting."""
+    """Send an error of the block to the other ranks, so that they raise it instead of waiting."""
     try:
         yield
     except BaseException as error:

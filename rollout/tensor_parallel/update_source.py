@@ -1,6 +1,7 @@
 """SharedSource: the tensors of a weight update in memory that all ranks of an engine read.
 
-Used by TensorParallelExecutor, which writes them, and by Follower, which opens them.
+Used by `rollout.tensor_parallel.executor`, which writes the memory, and by
+`rollout.tensor_parallel.follower`, whose Follower opens it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ _BASE = "base: "  # prefix of the names of an adapter's base weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSource:
-    """Shared memory with the tensors of an update, as one rank sends it to another.
+    """Address and layout of shared memory that holds an update's tensors. Rank 0 sends it to the
+    other ranks.
 
-    `adapter` is the LoRA adapter that the tensors belong to, without them; None for full weights.
+    `places`: where each tensor lies, by name. `adapter`: the LoRA adapter without its tensors; None
+    for full weights.
     """
 
     address: str
@@ -32,11 +35,11 @@ class SharedSource:
     adapter: LoraAdapter | None
 
     def open(self) -> NamedTensors:
-        """Open the memory of another rank. Raises WeightUpdateError."""
+        """Open the memory on another rank and return the update. Raises WeightUpdateError."""
         return self.joined(SharedTensors(self.address, self.places))
 
     def joined(self, tensors: SharedTensors) -> NamedTensors:
-        """Return the update that `tensors` hold: tensors by name, or an adapter of them."""
+        """Return the update: `tensors` themselves, or a LoraAdapter made of them."""
         if self.adapter is None:
             return tensors
         base = {n.removeprefix(_BASE): t for n, t in tensors.items() if n.startswith(_BASE)}
@@ -48,7 +51,7 @@ class SharedSource:
 def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
     """Copy an update to shared memory, unless it lies there already.
 
-    Yields the update, which now lies there, and what other ranks need to open it. Raises
+    Yields the update in shared memory, and the SharedSource by which other ranks open it. Raises
     WeightUpdateError.
     """
     if isinstance(named_tensors, SharedTensors):
@@ -64,13 +67,14 @@ def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors
         source = SharedSource(address=shared.address, places=shared.places, adapter=empty)
         yield source.joined(shared), source
     finally:
-        stream.drain()  # a trainer's other ranks gather along, and must not wait
+        stream.drain()  # reading may be a collective: the trainer's other ranks wait in it
 
 
 def read_along(named_tensors: NamedTensors) -> None:
-    """Read an update as rank 0 does in `in_shared_memory`, and keep nothing.
+    """Read all tensors of an update as rank 0 does in `in_shared_memory`, and drop them.
 
-    Reading may be a collective of the trainer's ranks. Raises WeightUpdateError.
+    Called on the other ranks, because reading may be a collective of the trainer's ranks. Raises
+    WeightUpdateError.
     """
     adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
     stream = streamed(named_tensors)
@@ -82,7 +86,7 @@ def read_along(named_tensors: NamedTensors) -> None:
 
 
 def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield an adapter's base weights, if it brings some, under names with a prefix."""
+    """Yield the base weights that an adapter brings, if any, with `_BASE` before their names."""
     if adapter is not None and adapter.base is not None:
         for name, tensor in streamed(adapter.base):
             yield _BASE + name, tensor

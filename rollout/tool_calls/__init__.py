@@ -1,6 +1,6 @@
 """Tool calls and thoughts in replies of chat models: a table of formats, and a streaming reader.
 
-Used by the server's chat route, and by the trainer's environments for replies with calls.
+Used by `rollout.serve` (config, server, state, openai.chat) and by `trainer_hooks.environments`.
 """
 
 from rollout.tool_calls.formats import (

@@ -1,6 +1,7 @@
 """Grammars of the content of a block of tool calls: JSON, Python calls, tagged parameters.
 
-Named by the table in `formats.py` and used by ReplyReader.
+Used by `rollout.tool_calls.formats`, whose table gives each format a grammar, and by
+`rollout.tool_calls.reader`. Nothing here keeps state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_DEPTH = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """A call as a model wrote it. arguments: valid JSON. id: None where the format has none."""
+    """A call as a model wrote it. arguments: valid JSON text. id: None if the model wrote none."""
 
     name: str
     arguments: str
@@ -45,12 +46,13 @@ class Body(Protocol):
         ...
 
     def is_whole(self, text: str) -> bool:
-        """Return whether the calls of a block that lacks its end tag are complete."""
+        """Return whether the calls in `text` can be complete, if the block lacks its end tag."""
         ...
 
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-    """Return the calls in a block's content, [] if the content is not only calls."""
+    """Return the calls in a block's content; [] if `body` finds other text, or if UTF-8 cannot
+    encode the calls."""
     try:
         calls = body.calls(text, schemas, name)
         for call in calls:
@@ -69,7 +71,7 @@ class JsonBody:
 
     head: pattern of a name before arguments, with a group `name` and perhaps a group `id`; None if
     the format has no such calls. tail: pattern of text that may follow the arguments.
-    head_brackets: parts of a head that look like brackets.
+    head_brackets: tags in a head whose brackets do not count as JSON.
     """
 
     head: str | None = None
@@ -202,7 +204,7 @@ class PythonBody:
 
 
 def _python(text: str) -> ast.expr:
-    """Parse `text` as one Python expression. Raises ValueError."""
+    """Return `text` parsed as one Python expression. Raises ValueError for any other text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a string
@@ -318,9 +320,8 @@ class ParameterBody:
         return "{" + ", ".join(f"{_dumped(k)}: {v}" for k, v in values.items()) + "}", at
 
     def _value_end(self, text: str, at: int) -> tuple[int, int]:
-        """Return the index after the value at `at`, and the index after its tag. The value ends at
-        the first tag that another parameter, or the end of the call, follows.
-        """
+        """Return the index after the value at `at`, and the index after the value's end tag. An end
+        tag counts if another parameter or the end of the call follows it."""
         while (end := text.find(self.value_end, at)) >= 0:
             at = end + len(self.value_end)
             after = _after(_SPACE, text, at)
@@ -349,8 +350,10 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 def typed_json(text: str, schema: Any) -> str:
     """Return the text of a parameter as JSON of the type that `schema` declares.
 
-    JSON of a declared type is returned unchanged. Other text becomes a string, if a string is
-    declared. Without a declared type, JSON is returned unchanged and other text becomes a string.
+    If only a string is declared, all text becomes a string. Otherwise JSON is returned as written,
+    without the white space around it; but JSON of no declared type becomes a string if a string is
+    declared. Python's spelling of a declared type (True, None, a list or dict) becomes JSON. Other
+    text becomes a string.
     """
     declared = _declared_types(schema)
     if declared == {"string"}:
@@ -371,8 +374,7 @@ def _short_int(digits: str) -> int:
 
 
 def _json_text(text: str, declared: set[str]) -> str | None:
-    """Return `text` as JSON if it is a JSON value, or Python's spelling of a value of a declared
-    type; else None."""
+    """Return `text` as JSON, if it is JSON or Python's spelling of a declared type; else None."""
     stripped = text.strip()
     with suppress(ValueError, RecursionError):
         return _checked_json(stripped)

@@ -1,6 +1,7 @@
 """A table of the formats in which chat models write thoughts and tool calls.
 
-`format_of` chooses a format by a chat template's text. Used by the server, and by ReplyReader.
+`format_of` chooses a format by a chat template's text. Used by `rollout.tool_calls.reader`, and
+through `rollout.tool_calls` by `rollout.serve` and `trainer_hooks.environments`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rollout.tool_calls.bodies import Body, JsonBody, ParameterBody, PythonBody
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """Tags around a model's thoughts. hint: text that templates of such models have."""
+    """Tags around a model's thoughts. hint: text by which a chat template is known to use them."""
 
     name: str
     open: str
@@ -29,7 +30,7 @@ class Messages:
     starts: tags before a header. end: tag after a header. closes: tags after a message.
     recipient: pattern of a call's header, whose first group is the tool's name.
     thought: pattern of the header of thoughts.
-    prompt: text at the end of a prompt with which a reply's first header begins.
+    prompt: beginning of the reply's first header, which is written at the end of the prompt.
     """
 
     starts: tuple[str, ...]
@@ -44,18 +45,19 @@ class Messages:
 class CallFormat:
     """The markup in which a family of models writes tool calls.
 
+    name: value of the setting `tool_call_parser` that chooses it.
     body: grammar of a block's content.
     opens, closes: tags around a block of calls, anywhere in the content. Without `closes` a block
         ends with its brackets.
     bare: text that begins a block without a tag; its last character, a bracket, belongs to the
         block. It counts only at the start of the reply, or after a thought or a call.
     separators: characters that may stand between blocks without tags.
-    ignored: further tags, which are left out of the content.
-    other_tags: tags inside of blocks.
+    ignored: further tags outside blocks, which are left out of the content.
+    other_tags: tags inside blocks.
     messages: markup of replies that are several messages; None for other replies.
     hints: a template has this format if it contains all texts of one of these lists.
     id_length: length of call ids that the family's templates require; 0 for any.
-    limits: what the format cannot express, for the log.
+    limits: what the format cannot express, in words for the log.
     """
 
     name: str
@@ -235,14 +237,17 @@ REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyFormat:
-    """The markup of a model's replies. None for calls or thoughts that are not looked for."""
+    """The markup of a model's replies.
+
+    calls, thoughts: their markup; None if they are not looked for. markers: all tags, which must
+    stay in decoded text even if they are special tokens.
+    """
 
     calls: CallFormat | None = None
     thoughts: Thoughts | None = None
     markers: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set `markers`: all tags, which a reader needs even if they are special tokens."""
         markers: set[str] = set()
         if (calls := self.calls) is not None:
             markers |= {*calls.opens, *calls.closes, *calls.ignored, *calls.other_tags}
@@ -253,7 +258,7 @@ class ReplyFormat:
         object.__setattr__(self, "markers", frozenset(markers))
 
     def summary(self) -> str:
-        """Return a line for the log: the formats, and what they cannot express."""
+        """Return one line for the log: the formats, and their limits."""
         calls, thoughts = self.calls, self.thoughts
         read = "are not looked for" if calls is None else f"are read as {calls.name}"
         limits = f" ({calls.limits})" if calls is not None and calls.limits else ""
@@ -274,9 +279,8 @@ class ReplyFormat:
         return ReplyFormat(calls=self.calls)
 
     def begun_by(self, prompt: str, content: str = "") -> str:
-        """Return the thought tag or message header at the end of a prompt, which the reply
-        continues; "" without one. content: the message to be continued.
-        """
+        """Return the thought tag or message header that the prompt leaves open; "" if none. The
+        reply continues it. content: text of the last message, if the reply continues that."""
         messages = None if self.calls is None else self.calls.messages
         if messages is not None:
             _, start, begun = prompt.rpartition(messages.prompt)
@@ -292,10 +296,11 @@ class ReplyFormat:
 def format_of(
     template: str | None, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> ReplyFormat:
-    """Return the format of a chat template's model.
+    """Return the reply format of the model with this chat template.
 
-    tool_call_parser, reasoning_parser: name of a format; "none"; or "auto" for the format in the
-    template's text. Raises ConfigError for an unknown name.
+    tool_call_parser, reasoning_parser: name of a format; "none"; or "auto" to choose by the
+    template's text. If no format fits, "auto" chooses UNKNOWN for calls and None for thoughts.
+    Raises ConfigError for an unknown name.
     """
     source = template or ""
     calls = _chosen("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS)
@@ -326,7 +331,7 @@ def _thoughts_in(template: str) -> Thoughts | None:
 
 
 def header_of(messages: Messages, header: str) -> tuple[str | None, bool]:
-    """Return the tool that a message calls, None without one, and whether the message is a
+    """Return the tool that a message calls (None if it calls none), and whether the message is a
     thought."""
     recipient = re.search(messages.recipient, header)
     is_thought = re.search(messages.thought, header) is not None

@@ -1,9 +1,9 @@
 """ReplyReader: splits a reply into content, thoughts and tool calls while its text comes in pieces.
 
-Used by the chat route for streams and whole replies, and through `read_reply` by trainers. It reads
-all formats of the table itself: no library streams all of them with the result of the whole reply,
-on Python 3.10 and without a trainer's packages. Libraries that read whole replies (`renderers`,
-transformers) are the oracles of its tests.
+Used by `rollout.serve.openai.chat` (ReplyReader) and `trainer_hooks.environments` (`read_reply`,
+`tool_names`). A reader keeps the state of one reply and changes nothing else. It parses all formats
+of `formats.py` itself, because no library streams all of them on Python 3.10 without a trainer's
+packages. Its tests compare it with libraries that parse whole replies (renderers, transformers).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MAX_HEADER = 200  # characters
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool. arguments: JSON text."""
+    """A tool call. arguments: JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Return the call in the form of a message. index: position of the call, for a streamed
-        delta."""
+        """Return the call in OpenAI's form. index: position of the call in a streamed reply; None
+        for a whole message, which has no `index` key."""
         call = {
             "id": self.id,
             "type": "function",
@@ -48,8 +48,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Reply:
     """A reply, or a part of it.
 
-    malformed: blocks with the tags of calls but without a call, if they are not left in the
-    content.
+    reasoning: text of the thoughts. malformed: blocks with the tags of calls but without a valid
+    call; empty if the reader leaves them in the content.
     """
 
     content: str = ""
@@ -74,9 +74,8 @@ class _Region(Enum):
 
 
 class _Flow:
-    """Content or thoughts without the white space beside markup. Markup between two texts becomes
-    a line break.
-    """
+    """Removes the white space beside markup from content or thoughts. Markup between two texts
+    becomes a line break."""
 
     def __init__(self, *, is_after_markup: bool) -> None:
         self._is_after_markup = is_after_markup
@@ -85,7 +84,7 @@ class _Flow:
         self.is_fresh = True  # no text since the beginning, or the last markup
 
     def add(self, text: str) -> str:
-        """Add text. Return the text that is decided now."""
+        """Add text and return what is decided: white space at the end waits until text follows."""
         if self._is_after_markup:
             text = text.lstrip()
             if not text:
@@ -101,11 +100,11 @@ class _Flow:
         return shown
 
     def cut(self) -> None:
-        """Note that markup stands here."""
+        """Record markup after the text so far. Drops the white space before it."""
         self._space, self._is_after_markup, self.is_fresh = "", True, True
 
     def rest(self) -> str:
-        """Return the white space at the end of a reply."""
+        """Return the white space that waits, at the end of a reply."""
         rest, self._space = self._space, ""
         return rest
 
@@ -116,11 +115,11 @@ def _pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class ReplyReader:
-    """Reads one reply. Text that may be or begin markup is held back until it is decided.
+    """Reads one reply. Text that may be or begin markup is held back until more text decides.
 
-    A block without a call is content, unchanged. Blocks in a thought are not read.
+    A block without a valid call is content. Blocks of calls in a thought stay in the thought.
 
-    num_calls: number of calls so far.
+    num_calls: number of calls returned so far.
     """
 
     def __init__(
@@ -133,11 +132,14 @@ class ReplyReader:
         special: Iterable[str] = (),
         max_calls: int | None = None,
     ) -> None:
-        """tools: the tools that may be called, as schemas in OpenAI's form.
-        any_name: whether calls of other tools count, too.
-        lists_malformed: whether blocks without a call are listed instead of left in the content.
-        special: tags that are special tokens, which are never content.
-        max_calls: number of calls after which calls are left out; None for all.
+        """Prepare for one reply.
+
+        tools: the tools that may be called, as schemas in OpenAI's form.
+        any_name: whether calls of other tools are valid, too.
+        lists_malformed: whether `malformed` gets tagged blocks without a valid call, instead of the
+            content.
+        special: special tokens' texts, which are removed from content and thoughts.
+        max_calls: number of calls to return; later ones are dropped. None for no limit.
         """
         self._schemas = schemas_of(tools)
         self._any_name, self._lists_malformed = any_name, lists_malformed
@@ -161,7 +163,7 @@ class ReplyReader:
         self.num_calls = 0
 
     def push(self, text: str) -> Reply:
-        """Add text. Return the part of the reply that is decided now."""
+        """Add text and return the new part of the reply, without text that is held back."""
         self._held += text
         reply = Reply()
         while self._step(reply, is_last=False):
@@ -169,7 +171,7 @@ class ReplyReader:
         return reply
 
     def finish(self) -> Reply:
-        """Return the rest of the reply. A call without its end tag counts."""
+        """Return the rest of the reply. A complete call is valid even without its end tag."""
         reply = Reply()
         while self._step(reply, is_last=True):
             pass
@@ -233,8 +235,8 @@ class ReplyReader:
         return True
 
     def _open_at_start(self, is_last: bool) -> bool | None:
-        """Open a thought or a block without a tag, if one begins here. Return True if it does, None
-        if not, False if that is undecided."""
+        """Begin a thought, or a block without a tag, if the held text begins with one. Return True
+        if it does, None if it does not, and False if more text must decide."""
         after = self._held.lstrip()
         if self._follows_call and self._calls.separators:
             after = self._held.lstrip(string.whitespace + self._calls.separators)
@@ -329,8 +331,7 @@ class ReplyReader:
 
     def _last_end(self) -> End:
         """Return the end of a block at the end of a reply: after its calls if they are complete,
-        else at the first end tag, even in a string.
-        """
+        else at the first end tag, even in a string. Without any, the block has no content."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]
@@ -342,7 +343,7 @@ class ReplyReader:
         return End(match.start(), match.end())
 
     def _calls_in(self, body: str) -> list[WrittenCall]:
-        """Return the calls of a block, [] if one calls an unknown tool."""
+        """Return the calls of a block; [] if it is malformed or calls an unknown tool."""
         calls = parsed(self._calls.body, body, self._schemas, self._tool)
         is_known = self._any_name or all(call.name in self._schemas for call in calls)
         return calls if is_known else []
@@ -395,10 +396,9 @@ _NO_BODY = _NoBody()
 def read_reply(
     reply_format: ReplyFormat, text: str, tools: Iterable[Any] = (), *, begun: str = ""
 ) -> Reply:
-    """Read a whole reply. Calls of tools of any name count; blocks without a call are `malformed`.
-
-    begun: see ReplyFormat.begun_by.
-    """
+    """Return a whole reply, read by ReplyReader. Calls of any tool are valid. Tagged blocks without
+    a valid call are in `malformed`. begun: markup that the prompt leaves open, as
+    ReplyFormat.begun_by returns it."""
     reader = ReplyReader(reply_format, tools, any_name=True, lists_malformed=True)
     reader.push(begun)
     return reader.push(text) + reader.finish()

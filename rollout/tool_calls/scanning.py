@@ -1,11 +1,12 @@
 """Scanners that find the end of a block of tool calls while its text comes in pieces.
 
-The grammars of `bodies.py` create a scanner for each block, and ReplyReader calls it after each
-piece. A scanner keeps its position in the block and changes nothing else, so the work for a piece
-does not grow with the block. A tag inside a string or a value is text.
+Used by `rollout.tool_calls.bodies`, which creates a scanner for each block, and by
+`rollout.tool_calls.reader`, which calls it after each piece. A scanner keeps its position in the
+block, so the work for a piece does not grow with the block. It changes nothing else. A tag inside a
+string or a value is text.
 
-Arguments of the scanners: `closes` are the block's end tags. `stops` are tags that begin what
-follows the block: they end it too, and are not part of it.
+Arguments of the scanners: `closes` are the block's end tags. `stops` are tags of the text after the
+block: they end the block too, but are not part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End of a block. body: index after its content. block: index after its end tag, if any."""
+    """Where a block ends.
+
+    body: index after its content. block: index after the whole block, with its end tag, if any.
+    """
 
     body: int
     block: int
@@ -66,12 +70,12 @@ def _bracket_patterns(
 
 
 class BracketScan:
-    """Finds the end of a block of JSON or of Python literals: strings in quotes, and brackets.
+    """Finds the end of a block of JSON or Python literals by its strings and brackets.
 
     With `closes`, the first end tag outside a string ends the block. Without `closes`, the bracket
-    that matches the first bracket ends it. A line break in a string is an error: then the block
-    ends with the first end tag after its start, also one inside a string, or at the line break if
-    there are no `closes`.
+    that matches the first bracket ends it. A line break in a string is an error. After an error the
+    block ends with its first end tag, even one inside a string, or after the line break if there
+    are no `closes`.
     """
 
     def __init__(
@@ -83,8 +87,8 @@ class BracketScan:
         *,
         must_begin: bool,
     ) -> None:
-        """skipped: literals whose brackets do not count. must_begin: whether a block that does not
-        begin with { or [ ends at once, empty."""
+        """Set the grammar. quotes: characters around strings. skipped: literals whose brackets do
+        not count. must_begin: whether a block that does not begin with { or [ is empty."""
         self._closes, self._stops = tuple(closes), tuple(stops)
         self._literals = (*closes, *stops, *skipped)
         self._must_begin = must_begin

@@ -1,1 +1,1 @@
-"""Served weights and their updates: stage, vote, commit in place, or roll back."""
+"""Served weights and their updates: stage, verify, commit in place, or roll back."""

@@ -1,9 +1,10 @@
 """Fingerprints of weights: hashes of their values, from which checksums are made.
 
 The fingerprints of a tensor's parts add up to the tensor's fingerprint. So each rank of an engine
-hashes the parts that it keeps, and the sums equal those of a process with the whole model. Used by
-ServedWeights to verify an update, and by weight transports to check the tensors that arrive. It
-only reads tensors.
+hashes the parts that it keeps, and the sums over ranks equal the fingerprints of the whole model.
+Used by ServedWeights and the merging of adapters (`lora_merge`) to read and verify an update, by
+the executors and Worker to compute checksums, and by the weight transports to check tensors that
+arrive. Changes no tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _MODULUS = 1 << 64
 
 
 def fingerprint_on(device: torch.device) -> FingerprintOf:
-    """Return `Ops.fingerprint` for tensors of `device`. On the host this may compile it."""
+    """Return the function `Ops.fingerprint` for tensors on `device`. On a CPU this may compile
+    it."""
     return cpu_backend("device").ops.fingerprint if device.type == "cpu" else fingerprint
 
 
@@ -49,9 +51,9 @@ def fingerprint_on(device: torch.device) -> FingerprintOf:
 class WeightShare:
     """One rank's part of the fingerprints of an update. It can be pickled.
 
-    pieces: fingerprints of the model's weights, in their dtypes, by origin. own: fingerprints of
-    the tensors as they arrived, if the sender announced their checksum. adapter: fingerprints of an
-    adapter's tensors, in the dtypes that `adapter_dtypes` has.
+    pieces: fingerprints of the model's weights, in the model's dtypes. own: fingerprints of the
+    tensors as they arrived, by name, if the sender announced their checksum. adapter: fingerprints
+    of an adapter's tensors, in the dtypes in `adapter_dtypes`.
     """
 
     pieces: Mapping[Origin, Fingerprint]
@@ -60,15 +62,13 @@ class WeightShare:
     adapter_dtypes: Mapping[Origin, torch.dtype] = field(default_factory=dict)
 
     def keys(self) -> set[str]:
-        """Return the names of all tensors that it has a part of."""
+        """Return the names of all tensors with a fingerprint in this share."""
         return {str(origin) for origin in (*self.pieces, *self.adapter)} | {*self.own}
 
 
 def sum_of(shares: Sequence[WeightShare]) -> WeightShare:
-    """Return the fingerprints of an update, from the shares of all ranks.
-
-    Raises WeightUpdateError if the ranks have staged different tensors.
-    """
+    """Return the fingerprints of an update: the sums of all ranks' shares, given in rank order.
+    Raises WeightUpdateError if the ranks have staged tensors of different names."""
     first, *others = shares
     if not others:
         return first
@@ -90,35 +90,37 @@ def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint
     added: dict[Key, Fingerprint] = {}
     for key in shares[0]:
         hashes, counts = zip(*(share[key] for share in shares), strict=True)
-        # Hashes are int64 and overflow, as the sums over a tensor's elements do.
+        # Sums wrap around as int64, like the sums over a tensor's elements.
         total = (sum(hashes) + _MODULUS // 2) % _MODULUS - _MODULUS // 2
         added[key] = total, sum(counts)
     return added
 
 
 def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
-    """Return the checksum of the weights that all ranks serve, from their `fingerprint_share`."""
+    """Return the checksum of the served weights, from the `fingerprint_share` of each rank."""
     return checksum_of({origin.weight: found for origin, found in sum_of(shares).pieces.items()})
 
 
 def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
-    """Return the checksum of each weight's values by the weight's name, 16 hex digits."""
+    """Return a checksum of each weight's values, 16 hex digits, by the weight's name."""
     pieces = sum_of(shares).pieces
     return {origin.weight: f"{found[0] % _MODULUS:016x}" for origin, found in pieces.items()}
 
 
-# ---- what one rank hashes
+# ---- the hashes of one rank
 
 
 class PartHasher:
-    """Hashes what one rank adds to the fingerprint of each tensor: together, ranks hash it once."""
+    """Hashes one rank's part of each tensor. Together the ranks hash each value once."""
 
     def __init__(self, ops: Ops[Any], shard: Shard) -> None:
         self._ops, self._shard = ops, shard
 
     def of_kept(self, slot: WeightSlot, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """Hash, as `dtype`, the part of its weight that `slot` keeps: (hash, non-finite), int64
-        [2]."""
+        """Hash `kept`, the values that `slot` keeps of its weight, cast to `dtype`.
+
+        Returns (hash, number of non-finite values), int64 [2], on the device of `kept`. Values that
+        several ranks keep are counted on one of them."""
         if slot.cut is None:
             return self.of_whole(kept, dtype, index=0)
         total = torch.zeros(2, dtype=torch.int64, device=kept.device)
@@ -127,8 +129,8 @@ class PartHasher:
         return total
 
     def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, index: int) -> Tensor:
-        """Hash a tensor that all ranks have, on one of them: the rank that `index` selects.
-        Returns zeros on the others."""
+        """Hash a tensor that all ranks have. Only rank `index` modulo the number of ranks does so;
+        the others return zeros, int64 [2]."""
         if index % self._shard.size == self._shard.rank:
             return self._ops.fingerprint(tensor, dtype)
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -136,7 +138,7 @@ class PartHasher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptParts:
-    """A rank's parts of the model's weights in an update, and its part of their fingerprints."""
+    """A rank's parts of an update's tensors, and its share of their fingerprints."""
 
     tensors: Mapping[Origin, Tensor]
     share: WeightShare
@@ -151,12 +153,14 @@ def read_source(
     *,
     wants_own: bool,
 ) -> KeptParts:
-    """Check and hash the tensors of a full update. With `wants_own` the share has `own`, too.
+    """Check and hash the tensors of a full update; return this rank's parts.
 
-    `check` is called before each tensor. Raises WeightUpdateError naming the tensor at fault.
+    With `wants_own` the share has `own`, too. `check` is called before each hash, and may raise.
+    Tensors that need memory are kept in `memory`. Raises WeightUpdateError naming the tensor at
+    fault.
     """
     source = checked_source(given, table, memory)
-    own_hashes = dict(memory.own_hashes)  # of whole tensors: `memory` keeps parts from here on
+    own_hashes = dict(memory.own_hashes)  # before `memory` hashes parts, too
     tensors = kept_parts(source, table, memory)
     fingerprints = hashed_parts(tensors, table, hasher, check)
     own: dict[str, Fingerprint] = {}
@@ -169,10 +173,8 @@ def read_source(
 def kept_parts(
     source: Mapping[str, Tensor], table: WeightTable, memory: StagingMemory
 ) -> dict[Origin, Tensor]:
-    """Return what this rank keeps of each weight in whole tensors.
-
-    Views where it is one range of the weight's values; `memory` has the others.
-    """
+    """Return the part of each weight that this rank keeps, from whole tensors. A part that is one
+    range of the weight is a view; any other part is copied to `memory`."""
     kept: dict[Origin, Tensor] = {}
     for origin, values in parts_by_origin(source, table).items():
         slot = table.slots[origin.weight]
@@ -190,7 +192,8 @@ def hashed_parts(
 ) -> dict[Origin, Fingerprint]:
     """Return this rank's part of each weight's fingerprint, in the dtype of the model's weight.
 
-    Each is computed on the tensor's device, which need not be the model's.
+    Each is computed on the tensor's device, which may differ from the model's. `check` is called
+    before each tensor, and may raise.
     """
     queued: dict[Origin, Tensor] = {}
     with blaming() as blame:
@@ -205,7 +208,8 @@ def hashed_parts(
 def hashed_wholes(
     tensors: Mapping[str, Tensor], hasher: PartHasher, check: Callable[[], None]
 ) -> dict[str, Fingerprint]:
-    """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes."""
+    """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes. `check`
+    is called before each tensor, and may raise."""
     queued: dict[str, Tensor] = {}
     with blaming() as blame:
         for index, name in enumerate(sorted(tensors)):
@@ -225,7 +229,8 @@ def _own_fingerprints(
 ) -> dict[str, Fingerprint]:
     """Return this rank's part of the fingerprints of tensors as they arrived.
 
-    Only tensors that the model casts, takes apart or does not use are hashed again.
+    `known` has fingerprints in the model's dtypes. Only tensors that the model casts, splits,
+    renames or does not use are hashed again; tensors that it computes itself are left out.
     """
     fingerprints: dict[str, Fingerprint] = {}
     unknown: dict[str, Tensor] = {}
@@ -239,7 +244,7 @@ def _own_fingerprints(
 
 
 def fetched(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
-    """Return the numbers of fingerprints, with one copy to the host for each device."""
+    """Return fingerprints as numbers. Copies them to the host once for each device."""
     by_device: dict[torch.device, dict[Key, Tensor]] = {}
     for key, hashed in queued.items():
         by_device.setdefault(hashed.device, {})[key] = hashed

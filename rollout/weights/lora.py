@@ -1,7 +1,9 @@
 """LoraAdapter: the low-rank change of some linear layers, under PEFT's names.
 
-Trainers pass one to `update_weights` in place of weights; rollout/weights/lora_merge.py merges it.
-Shape letters: R rank, N out features, K in features of a layer.
+Trainers pass one to `update_weights` in place of weights. ServedWeights merges it with
+`rollout.weights.lora_merge`. The weight transports, the coordinator's agent and tensor-parallel
+engines pass it on, and `trainer_hooks.weight_sync.sources` makes it from PEFT models. Shape
+letters: R rank, N out features, K in features of a layer.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from rollout.models.plain_tensors import named_weights, plain_name, refusal
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-# "default" or whatever an adapter is called stands in the names of a live model, not of a file.
+# Tensors' names in a live model contain the adapter's name, such as "default"; in a file they do
+# not.
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight"
 )
 _REMEDY = "merge the adapter in the trainer and push all weights"
-# Settings of PEFT that change more than the product of A and B, with the values that do not.
+# Settings with which PEFT computes more than the product of A and B, and their values without
+# effect.
 _OFF = (None, False)
 _NONE_NAMED: tuple[Any, ...] = (None, [], ())
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -39,7 +43,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "ensure_weight_tying": _OFF,
     "bias": (None, "none"),
 }
-# Settings that `_from_config` reads, and settings of the training alone.
+# Settings that `_from_config` reads, and settings that matter in training only.
 READ_KEYS = frozenset(
     (
         *("peft_type", "init_lora_weights", "r", "lora_alpha", "use_rslora"),
@@ -52,17 +56,18 @@ TRAINING_KEYS = frozenset(
         *("inference_mode", "target_modules", "exclude_modules", "lora_dropout", "runtime_config"),
         *("layers_to_transform", "layers_pattern", "megatron_config", "megatron_core"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
-        "qalora_group_size",  # read with use_qalora alone
+        "qalora_group_size",  # matters with use_qalora only
     )
 )
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # these leave the base alone
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the base is not changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPair:
-    """One adapted layer: its weight becomes base + scale * (B @ A)."""
+    """A, B and scale of one adapted layer: its weight becomes base + scale * (B @ A). `names` are
+    the adapter's names of A and B."""
 
-    names: tuple[str, str]  # of A and B
+    names: tuple[str, str]
     a_RK: Tensor
     b_NR: Tensor
     scale: float
@@ -70,15 +75,16 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """A low-rank change of linear layers, which `update_weights` merges: alpha / rank * (B @ A).
+    """A low-rank change of linear layers: `update_weights` adds alpha / rank * (B @ A) to weights.
 
     tensors: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
-    "base_model.model." and the adapter's name. use_rslora: the scale is alpha / sqrt(rank). ranks,
-    alphas: rank and alpha of single layers by module name, where they differ from `rank` and
-    `alpha`. base: all weights below the adapter, by name; None: the weights that the engine serves,
-    without its last adapter.
+    "base_model.model." and the adapter's name. use_rslora: the scale is alpha / sqrt(rank) instead.
+    ranks, alphas: rank and alpha, by module name, of layers where they differ from `rank` and
+    `alpha`. base: all weights to which the change is added, by name. None means the weights that
+    the engine serves, without its present adapter.
 
-    Raises WeightUpdateError for a rank or an alpha that is not a number.
+    Raises WeightUpdateError for a rank that is not a positive integer, and for an alpha that is not
+    a finite number.
     """
 
     tensors: Mapping[str, Tensor]
@@ -106,17 +112,17 @@ class LoraAdapter:
         adapter_name: str | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> LoraAdapter:
-        """Return an adapter of a PEFT model, with live tensors; by default the active adapter.
+        """Return an adapter of a PEFT model, by default the active one.
 
-        The tensors are read by the push, and must not change before it returns. `weights`: the
-        tensors by name, where the model's own parameters are sharded. Raises WeightUpdateError
-        naming what B @ A cannot express, such as DoRA or trained biases.
+        It refers to the model's tensors, which must not change until the push returns. `weights`
+        gives the tensors by name if the model's own parameters are sharded. Raises
+        WeightUpdateError for a model without PEFT, for a missing or ambiguous adapter, for a scale
+        that differs from the config's, and for settings that B @ A cannot express, such as DoRA or
+        trained biases.
         """
         configs = getattr(model, "peft_config", None)
         if not isinstance(configs, Mapping):
-            raise WeightUpdateError(
-                f"{type(model).__name__} has no peft_config; is it a PEFT model?"
-            )
+            raise WeightUpdateError(f"{type(model).__name__} has no peft_config; give a PEFT model")
         name = _active_adapter(model, configs) if adapter_name is None else adapter_name
         if name not in configs:
             raise WeightUpdateError(f"there is no adapter {name!r}, only {', '.join(configs)}")
@@ -142,9 +148,9 @@ class LoraAdapter:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> LoraAdapter:
-        """Read a directory that PEFT's `save_pretrained` has written.
+        """Return the adapter in a directory that PEFT's `save_pretrained` has written.
 
-        Raises ModelError for missing or broken files, and WeightUpdateError naming what B @ A
+        Raises ModelError for missing or broken files, and WeightUpdateError for settings that B @ A
         cannot express.
         """
         weights = Path(directory) / WEIGHTS_FILE
@@ -152,10 +158,11 @@ class LoraAdapter:
         return _from_config(config, dict(read_tensors(weights, tensor_names(weights))))
 
     def pairs(self) -> dict[str, LoraPair]:
-        """Return A, B and scale of each adapted module by its name.
+        """Return A, B and scale of each adapted module, by the module's name.
 
-        Raises WeightUpdateError naming a tensor that is neither A nor B of a linear layer, whose
-        other half is missing, or that does not have the rank.
+        Raises WeightUpdateError for an adapter without tensors, for a rank or an alpha of a module
+        without A, and for a tensor that is not A or B of a linear layer, comes twice, lacks its
+        other half, cannot be read, is not floating or does not have the rank.
         """
         halves: dict[str, dict[str, str]] = {}
         for name in self.tensors:
@@ -167,7 +174,9 @@ class LoraAdapter:
                 )
             other = halves.setdefault(match["module"], {}).setdefault(match["half"], name)
             if other != name:
-                raise WeightUpdateError(f"{name!r} and {other!r} are the same; push one adapter")
+                raise WeightUpdateError(
+                    f"{name!r} and {other!r} name the same half of a layer; push one adapter"
+                )
         if not halves:
             raise WeightUpdateError("the adapter has no tensors; name an adapter that was trained")
         for module in {*self.ranks, *self.alphas} - halves.keys():
@@ -203,8 +212,8 @@ class LoraAdapter:
 
 
 def _scale(alpha: float, rank: int, use_rslora: bool) -> float:
-    """Return the factor of B @ A. Sources: LoRA (Hu et al. 2021), section 4.1; rsLoRA
-    (Kalajdzievski 2023)."""
+    """Return the factor by which B @ A is multiplied. Sources: LoRA (Hu et al. 2021), section 4.1;
+    rsLoRA (Kalajdzievski 2023)."""
     return alpha / math.sqrt(rank) if use_rslora else alpha / rank
 
 
@@ -220,7 +229,8 @@ def _active_adapter(model: Any, configs: Mapping[str, Any]) -> str:
 
 
 def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LoraAdapter:
-    """Return an adapter. Raises WeightUpdateError for settings beyond a low-rank change."""
+    """Return the adapter of a PEFT config and its tensors. Raises WeightUpdateError for settings
+    that B @ A cannot express."""
     kind = config.get("peft_type")
     if getattr(kind, "value", kind) != "LORA":
         raise WeightUpdateError(f"peft_type={kind!r} is not supported, only LORA is: {_REMEDY}")
@@ -248,7 +258,8 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
 
 
 def _by_module(patterns: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Return the value of each module: of the first pattern that matches the end of its name."""
+    """Return values by module name, from a config's `rank_pattern` or `alpha_pattern`. A module
+    gets the value of the first pattern that matches the end of its name, or none."""
     found: dict[str, Any] = {}
     for module in modules:
         for pattern, value in patterns.items():

@@ -1,8 +1,8 @@
 """Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Used by ServedWeights while it stages an adapter, and by trainers that push merged tensors. It
-returns new tensors and changes none. Shape letters: R rank, N out features, K in features of a
-layer.
+Used by ServedWeights while it stages an adapter, and by `trainer_hooks.weight_sync.sources` for
+trainers that push merged tensors. Changes no tensor that it is given. Shape letters: R rank, N out
+features, K in features of a layer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rollout.weights.fingerprints import kept_parts
 from rollout.weights.lora import LoraPair
 from rollout.weights.update import StagingMemory
 
-_SUMMED_AT_ONCE = 1 << 16  # numbers, so that they stay in a core's cache
+_SUMMED_AT_ONCE = 1 << 16  # values, which fit into a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """A rank's parts of the weights that an adapter changes. Empty without an adapter.
+    """A rank's parts of the weights of an update with an adapter. Empty for other updates.
 
-    tensors: new values by name. bases: adapted weights without the adapter, on the host.
-    follows_served: whether the adapter is merged into the weights that serve. Weights that are not
-    in `tensors` then stay as they are.
+    tensors: new values by weight name. bases: the adapted weights without the adapter, on the host.
+    follows_served: whether the adapter was merged into the served weights. Weights that are not in
+    `tensors` then stay as they are.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,17 +43,15 @@ class AdaptedWeights:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors on the host. Gathering is a collective, in the order of names."""
+    """Return whole tensors on the host, by name. Sharded ones are gathered in the order of names, a
+    collective of all ranks."""
     whole = {name: full_tensor(tensors[name]) for name in sorted(tensors)}
     return {name: tensor.detach().cpu() for name, tensor in whole.items()}
 
 
 def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
-    """Check that an adapter fits `model`.
-
-    Raises WeightUpdateError naming an adapted module that is no linear layer, whose weight is tied,
-    or whose sizes A and B do not have.
-    """
+    """Raise WeightUpdateError unless an adapter fits `model`. Each adapted module must be a linear
+    layer of the model, with a weight that is not tied, and with the sizes of A and B."""
     slots, linear = model.weight_slots(), model.linear_modules()
     num_users = Counter(slot.address for slot in slots.values())
     for module, pair in pairs.items():
@@ -66,8 +64,8 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
             )
         if num_users[slots[name].address] > 1:
             raise WeightUpdateError(
-                f"{pair.names[0]!r} adapts {name!r}, which is tied: the other layer would change, "
-                "too; leave it out of target_modules, or set tie_word_embeddings to false"
+                f"{pair.names[0]!r} adapts {name!r}, which is tied to another layer; leave it out "
+                "of target_modules, or set tie_word_embeddings to false"
             )
         _check_fit(pair, slots[name])
 
@@ -91,10 +89,11 @@ def adapt_served(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Merge an adapter into the weights that serve, without the adapter that they have now.
+    """Replace the served adapter: return new values of the weights that either adapter changes.
 
-    `bases`: the weights under that adapter. `check` may raise between two layers. The sums are kept
-    in `memory`.
+    `pairs` is the new adapter. `bases` has the served weights without their present adapter, for
+    the layers that it changes. Weights that `pairs` leaves alone get these values back. `check` is
+    called before each weight and may raise. The sums are kept in `memory`.
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
@@ -120,8 +119,9 @@ def adapt_given(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Merge an adapter into all weights of `source`, in the model's dtypes.
+    """Return this rank's parts of all weights in `source`, with the adapter `pairs` merged in.
 
+    Adapted weights have the model's dtypes. `check` is called before each of them and may raise.
     The sums are kept in `memory`.
     """
     tensors = {each.weight: kept for each, kept in kept_parts(source, table, memory).items()}
@@ -137,10 +137,8 @@ def adapt_given(
 
 
 class Merger:
-    """Merges A and B into bases, one layer after the other, in one buffer.
-
-    New memory for each product would cost a page fault for every 4 KiB, more than the sums.
-    """
+    """Merges A and B into weights, one layer after the other, with one buffer for the products. New
+    memory for each product would cost a page fault per 4 KiB, more than the sums."""
 
     def __init__(self, pairs: Iterable[LoraPair]) -> None:
         sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
@@ -148,13 +146,11 @@ class Merger:
 
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
-        """Return base + (B @ A) * scale, summed in float32 on the host, in the base's dtype.
-
-        [N, K], or the part of it that `cut` keeps, like `base_NK`.
-        """
+        """Return base + scale * (B @ A), summed in float32 on the host, in the base's dtype.
+        `base_NK` and the result are [N, K], or the part of it that `cut` keeps; None means all."""
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)
-        # In one product, whatever the size: parts of it might be summed in another order.
+        # One product for the whole layer: products of parts might sum in another order.
         torch.mm(pair.b_NR.float(), pair.a_RK.float(), out=change_NK)
         if cut is not None:
             change_NK = cut.of(change_NK)
@@ -163,6 +159,6 @@ class Merger:
         rows_at_once = max(1, _SUMMED_AT_ONCE // num_columns)
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)
-            sum_RK = change_NK[rows].mul_(pair.scale).add_(base_NK[rows].float())
-            merged_NK[rows].copy_(sum_RK)
+            sum_NK = change_NK[rows].mul_(pair.scale).add_(base_NK[rows].float())
+            merged_NK[rows].copy_(sum_NK)
         return merged_NK

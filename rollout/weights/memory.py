@@ -1,7 +1,7 @@
 """Memory of weights: one buffer for the served weights, and reused host memory for staged updates.
 
-Used by ServedWeights, and by the backups in rollout/weights/staged.py. WeightMemory alone moves the
-parameters of the model.
+Used by ServedWeights, and by the backups and exchanges in `rollout.weights.staged`. WeightMemory
+moves the model's parameters into its buffer.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from rollout.models.weights import WeightTable
 from rollout.weights.update import HOST_COPIES
 
 _BUFFER = "weights"
-_ALIGNMENT = 64  # bytes, of each tensor's start: a cache line, and what vector loads like
+_ALIGNMENT = 64  # bytes between possible starts of tensors: a cache line, good for vector loads
 
 
-# ---- the serving weights
+# ---- the served weights
 
 
 class WeightMemory:
-    """One buffer of the backend's memory with all parameters, which can be released and restored.
-
-    `is_resident` is False while it is released. Persistent buffers lie elsewhere, and stay.
-    """
+    """One buffer of backend memory that holds all parameters, and can be released and restored.
+    `is_resident` is False while it is released. Persistent buffers are not in it and stay."""
 
     def __init__(self, model: CausalLM, backend: Backend, *, keeps_values: bool) -> None:
-        """Move the parameters there, with or without their values, before any weight is packed."""
+        """Allocate the buffer and move the parameters into it, before any weight is packed. Without
+        `keeps_values` their values are undefined afterwards."""
         self._model, self._memory = model, backend.memory
         self._arena = backend.create_host_arena()
         self._ranges = dict(_layout(model))
@@ -47,11 +46,11 @@ class WeightMemory:
         self.is_resident, self._has_copy = True, False
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         if backend.device.type == "cpu":
-            # Pages of a host take memory only once they are written to.
+            # A CPU's pages take memory only when they are written to.
             buffer = self._memory.allocate(_BUFFER, self.num_bytes)
             self._place_parameters(buffer, keeps_values=keeps_values)
             return
-        # A device has no room for the weights twice: they wait on the host.
+        # A device may lack memory for two copies of the weights: values wait on the host.
         values = {}
         for name, parameter in model.named_parameters():
             if keeps_values:
@@ -65,25 +64,24 @@ class WeightMemory:
 
     @property
     def bytes_N(self) -> Tensor:
-        """The buffer with all parameters while resident, uint8 [N]. It may move: do not keep it."""
+        """The buffer with all parameters, uint8 [N], while resident. Do not keep it: it may
+        move."""
         assert self.is_resident, "the weights' memory is released"
         return self._memory.restore(_BUFFER)
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes that take memory now; 0 while released."""
+        """Bytes of the buffer that take memory now; 0 while released."""
         return resident_bytes(self.bytes_N) if self.is_resident else 0
 
     @property
     def num_bytes_on_host(self) -> int:
-        """Bytes of the host copy that waits for `restore`."""
+        """Bytes of the host copy that `restore` will use; 0 without one."""
         return self.num_bytes if self._has_copy else 0
 
     def release(self, *, keeps_values: bool) -> int:
-        """Release the memory, after a copy to the host if `keeps_values`.
-
-        Returns the number of bytes released; 0 for a second call.
-        """
+        """Release the buffer and all packed copies; first copy it to the host if `keeps_values`.
+        Returns the number of bytes released from the buffer; 0 if it was released before."""
         if not self.is_resident:
             return 0
         if keeps_values:
@@ -97,10 +95,8 @@ class WeightMemory:
         return self._memory.release(_BUFFER)
 
     def restore(self) -> int:
-        """Reserve the memory again and copy the values back if they were kept.
-
-        Returns the number of bytes copied; 0 for a second call.
-        """
+        """Allocate the buffer again, copy the values back if they were kept, and pack weights.
+        Returns the number of bytes copied back; 0 if the buffer is resident."""
         if self.is_resident:
             return 0
         buffer = self._memory.restore(_BUFFER)
@@ -113,10 +109,8 @@ class WeightMemory:
         return num_copied
 
     def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
-        """Make each parameter a view of its range of the buffer, one after the other.
-
-        With `keeps_values` its values move there, and its old memory is free before the next one.
-        """
+        """Make each parameter a view of its range of the buffer. With `keeps_values` its values are
+        copied there, and its old memory is freed before the next parameter is moved."""
         for name, parameter in self._model.named_parameters():
             start, end = self._ranges[name]
             view = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
@@ -126,7 +120,7 @@ class WeightMemory:
 
 
 def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield (name, (first byte, end)) of each parameter; tied ones come once."""
+    """Yield each parameter's name and its (start, end) in the buffer, in bytes; tied ones once."""
     end = 0
     for name, parameter in model.named_parameters():
         start = aligned(end)
@@ -134,14 +128,14 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
         yield name, (start, end)
 
 
-# ---- an update's values, on the host of a device
+# ---- host memory for the update of a device's weights
 
 
 class ReusedArena:
     """Host memory for one copy of a device's weights, page-locked once and reused.
 
-    One user has it at a time. Another one gets memory of its own meanwhile. Updates may be staged
-    in one thread and committed in another.
+    One user has it at a time; a second user gets a new arena. Thread-safe, because updates may be
+    staged in one thread and committed in another.
     """
 
     def __init__(self, create_arena: Callable[[], HostArena]) -> None:
@@ -150,7 +144,7 @@ class ReusedArena:
         self._lock = threading.Lock()
 
     def acquire(self, user: object) -> HostArena:
-        """Return an arena, which belongs to `user` until `release(user)` or the end of its life."""
+        """Return an arena for `user` alone, until `release(user)` or until `user` is freed."""
         with self._lock:
             if self._user() is not None:
                 self._arena = self._create_arena()
@@ -158,18 +152,19 @@ class ReusedArena:
             return self._arena
 
     def release(self, user: object) -> None:
-        """Let another user acquire the arena of `user`, which does not use it any more."""
+        """Let another user acquire the arena. No-op unless `user` acquired it last."""
         with self._lock:
             if self._user() is user:
                 self._user = lambda: None
 
 
 class StagingArena:
-    """Implements `StagingMemory`: one arena, with room for each weight in the model's dtype.
+    """Implements `StagingMemory` with one arena that has room for each weight in the model's dtype.
 
-    Two kinds of tensors get memory of their own: a weight that comes under a second name, and a
-    tensor that the model does not use or know. With `hash_own`, `own_hashes` has the hashes, before
-    the cast, of the floating tensors that were cast.
+    Weights are cast to the model's dtype and copied there. Tensors without room in the arena, such
+    as a weight under a second name, get new memory. So do sharded tensors, tensors that are not
+    floating, and tensors that the model does not use or know; these are not cast. With `hash_own`,
+    `own_hashes` has the hashes of tensors that were cast, from before the cast.
     """
 
     def __init__(
@@ -180,8 +175,8 @@ class StagingArena:
         chunk_bytes: int,
         hash_own: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """Reserve nothing yet. `slots`: the slots of the weights that may change. `chunk_bytes`:
-        bytes that are copied at once."""
+        """Store the arguments; the arena is acquired by the first `keep`. `slots` has the weights
+        that may change. `chunk_bytes` is how many bytes are copied at once."""
         self._arenas, self._table, self._slots = arenas, table, slots
         self._chunk_bytes, self._hash_own = chunk_bytes, hash_own
         self._arena: HostArena | None = None
@@ -191,25 +186,26 @@ class StagingArena:
 
     @torch.no_grad()
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """See `StagingMemory`. Raises ConfigError if the arena cannot be allocated."""
+        """Copy a tensor as `StagingMemory.keep` says. Raises ConfigError if the arena cannot be
+        allocated."""
         if is_sharded(tensor) or not self._may_become_weight(name, tensor):
             return HOST_COPIES.keep(name, tensor, is_new=is_new)
         dtype = self._table.form(name)[1]
         if self._hash_own is not None and dtype != tensor.dtype:
             self.own_hashes[name] = self._hash_own(tensor, hashed_dtype(tensor.dtype))
-        kept = self._tensors.get(name)  # of an earlier tensor of this name
+        kept = self._tensors.get(name)  # reuse the memory of an earlier tensor of this name
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, dtype):
             kept = self._tensors[name] = self._allocate(tensor.shape, dtype)
         copy_by_rows(kept, tensor.detach(), self._chunk_bytes)
         return kept
 
     def has_any_of(self, values: Mapping[str, Tensor]) -> bool:
-        """Return whether one of these tensors lies in this memory."""
+        """Return whether one of these tensors is in memory that `keep` allocated."""
         own = self._own_storages()
         return any(_storage(tensor) in own for tensor in values.values())
 
     def writable(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `values`, all of them in this memory, so that they may be overwritten."""
+        """Return `values` for overwriting: tensors outside of this memory are copied into it."""
         own = self._own_storages()
         return {
             name: tensor if _storage(tensor) in own else self.keep(name, tensor)
@@ -218,7 +214,7 @@ class StagingArena:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """See `StagingMemory`."""
+        """Release the arena if anything is raised inside."""
         try:
             yield
         except BaseException:
@@ -226,24 +222,22 @@ class StagingArena:
             raise
 
     def release(self) -> None:
-        """Let another update acquire the arena: nothing here is used any more."""
+        """Let another update acquire the arena. Nothing in it may be used after this."""
         self._arenas.release(self)
 
     def _own_storages(self) -> set[int]:
         return {_storage(tensor) for tensor in self._tensors.values()}
 
     def _may_become_weight(self, name: str, tensor: Tensor) -> bool:
-        """Return whether the model has this weight and takes floating tensors for it.
-
-        Any other dtype is refused later.
-        """
+        """Return whether the model has a weight or alias `name` and `tensor` is floating. Tensors
+        of other dtypes are refused later."""
         is_known = name in self._table.slots or name in self._table.aliases
         return is_known and not self._table.is_passed_over(name) and tensor.is_floating_point()
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if self._arena is None:
             self._arena = self._arenas.acquire(self)
-            # Tied weights come once.
+            # By address, so that tied weights count once.
             sizes = {slot.address: _kept_bytes(slot) for slot in self._slots.values()}
             self._free_N = self._arena.reserve(sum(map(aligned, sizes.values())))
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -254,10 +248,8 @@ class StagingArena:
 
 
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
-    """Copy `source` to `target`, which has its shape, in row ranges of `num_bytes` bytes.
-
-    For a cast, or a source that is not contiguous, torch allocates a temporary copy of each range.
-    """
+    """Copy `source` to `target`, which has its shape, in ranges of rows of about `num_bytes` bytes.
+    So torch's temporary copies, for a cast or a source that is not contiguous, are small."""
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)
     for to_rows, from_rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
@@ -265,12 +257,12 @@ def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
 
 
 def rows_within(num_bytes: int, values: Tensor) -> int:
-    """Return how many rows of `values` have at most `num_bytes` bytes together; at least 1."""
+    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1."""
     return max(1, num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize))
 
 
 def aligned(num_bytes: int) -> int:
-    """Round `num_bytes` up, so that values of any dtype may follow."""
+    """Return `num_bytes` rounded up to a multiple of 64, where values of any dtype may start."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,6 +1,7 @@
 """ServedWeights: the weights that one rank of an engine serves: their memory, values and version.
 
-Used by Worker. It is the only writer of the model's weights and of their version.
+`rollout.worker.loading` makes it, Worker and the executors update it, and Engine reads its state.
+It is the only writer of the model's weights and of their version.
 """
 
 from __future__ import annotations
@@ -65,21 +66,21 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 
-# Each half takes half a millisecond to or from a host, beside which starting a copy is nothing.
+# Copying half of it to or from the host takes half a millisecond, much longer than starting a copy.
 BUCKET_BYTES = 64 << 20
 
 
 class ServedWeights:
     """The weights of one rank, and the only writer of them and of their version.
 
-    All parameters lie in a WeightMemory. A weight that one packed product serves alone lies there
-    packed, and in no other form. An update is staged first and then committed in place, so captured
-    graphs stay valid. `has_values` is False while the bytes are not one complete set of weights:
-    they were discarded, or an update could not be rolled back.
+    All parameters are in a WeightMemory. A backend may have repacked a weight there, so that its
+    packed form is the only one. An update is staged first and then committed in place, so captured
+    graphs stay valid. `has_values` is False while the memory does not hold one complete set of
+    weights: they were discarded, or an update could not be rolled back. `is_finite` is False if the
+    served update has NaN or infinity.
 
-    If several ranks share the model, each stages and hashes its parts of the whole update. Rank 0
-    verifies the update with the shares of all ranks. Then all commit, and roll back if one of them
-    failed.
+    Under tensor parallelism each rank stages and hashes its parts of the update. Rank 0 verifies
+    the update with the shares of all ranks. Then all commit, and roll back if one of them fails.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class ServedWeights:
     ) -> None:
         """Move the parameters of `model` into the backend's memory, before any weight is packed.
 
-        `fill` then writes the values of a model that has none yet; with None its values are moved.
-        `bucket_bytes`: device memory that an update may take beside the weights.
+        `fill` is then called to write the values of a model that has none; None if it has values,
+        which are moved. `bucket_bytes` is the device memory that an update may use temporarily.
         """
         self._model, self._chunk_bytes = model, bucket_bytes // 2
         self._hasher = PartHasher(backend.ops, model.spec.shard)
@@ -104,26 +105,26 @@ class ServedWeights:
         is_host = backend.device.type == "cpu"
         self._arenas = None if is_host else ReusedArena(backend.create_host_arena)
         self._backups = BackupKeeper(model, self._memory, self._arenas)
-        # The write that serves, which may not be the latest one after a rollback.
+        # The number of the served write: less than the latest one after a rollback.
         self._num_writes = self._latest_write = 0
         self._bases: Mapping[str, Tensor] = {}  # weights without the adapter that serves, by name
         self.version, self.has_values = version, True
-        self.is_finite = True  # not known of the first weights: only an update's are looked at
+        self.is_finite = True  # assumed of the first weights; only updates are checked
         if fill is not None:
             fill()
         trim_heap()  # return memory freed by loading
 
-    # ---- what may be done now
+    # ---- checks of the state
 
     def require_resident(self, what: str) -> None:
-        """Raise EngineStateError while the weights' memory is released."""
+        """Raise EngineStateError while the memory is released. The error says "cannot `what`"."""
         if not self.is_resident:
             raise EngineStateError(
                 f"cannot {what}: the weights' memory is released; resume(only='weights') first"
             )
 
     def require_values(self, what: str) -> None:
-        """Raise EngineStateError while the weights' values are missing."""
+        """Raise EngineStateError while the values are missing. The error says "cannot `what`"."""
         if not self.has_values:
             raise EngineStateError(
                 f"cannot {what}: the weights were discarded, or an update of them was cut off; "
@@ -138,17 +139,16 @@ class ServedWeights:
         return sorted(self._model.weight_slots())
 
     def checksum(self) -> str:
-        """Return a hash of names and bits of all weights, which is equal on every device.
+        """Return the checksum of names and values of all weights, on an engine of one rank.
 
-        Raises EngineStateError while the memory is released or the values are missing.
+        It is equal on every device. Raises EngineStateError while the memory is released or the
+        values are missing.
         """
         return checksum_of_shares([self.fingerprint_share()])
 
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
-        """Return this rank's part of the fingerprints of all weights, or of `names`.
-
-        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does.
-        """
+        """Return this rank's part of the fingerprints of the weights `names`, or of all weights.
+        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         wanted = self._model.weight_slots() if names is None else names
@@ -157,10 +157,8 @@ class ServedWeights:
     def _hashed_served(
         self, names: Iterable[str], check: Callable[[], None] = lambda: None
     ) -> dict[Origin, Fingerprint]:
-        """Return this rank's part of the fingerprints of weights that serve now.
-
-        One weight is read at a time, because a slot may return a copy.
-        """
+        """Return this rank's part of the fingerprints of served weights. Weights are read one at a
+        time, because a slot may return a copy. `check` is called before each, and may raise."""
         queued: dict[Origin, Tensor] = {}
         for name in names:
             check()
@@ -190,15 +188,15 @@ class ServedWeights:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedWeights:
-        """Check names, shapes, dtypes and values of an update, and pack it. The model stays as it
-        is.
+        """Check names, shapes, dtypes and values of an update, and pack it for `commit`.
 
-        A weight that cannot be exchanged at the commit is backed up. A rank of several stages its
-        parts, and leaves checks of values to `verify`. The host waits for each device once. Sharded
-        tensors are gathered in the order of their names, which is a collective of all ranks that
-        have a part. `check` is called before each tensor, and may raise to end staging.
-        `source_checksum`: the expected result of `checksum_of` for the tensors as they arrive; ""
-        skips that check.
+        The served weights do not change; they are backed up if the commit will overwrite them
+        without an exchange. While values are missing, nothing is packed or backed up, and the
+        commit writes the tensors in place. Under tensor parallelism a rank stages its parts, and
+        `verify` checks the values. Sharded tensors are gathered in the order of their names, a
+        collective of all ranks of their mesh. `check` is called before each tensor, and may raise
+        to end staging. `source_checksum` is what `checksum_of` must return for the tensors as they
+        arrive; "" skips that check.
 
         Raises WeightUpdateError naming the tensor at fault and the expected form. Raises
         EngineStateError while the memory is released, and for an adapter without a base while the
@@ -215,20 +213,22 @@ class ServedWeights:
             checksum, is_finite = "", True
             if self._model.spec.shard.size == 1:
                 checksum, is_finite = self._verified(kept.share, origins, source_checksum)
-            # Weights that an adapter leaves alone have an origin, but no new values.
+            # Weights that an adapter does not change have an origin, but no new values.
             values = {
                 origin.weight: kept.tensors[origin]
                 for origin in origins.values()
                 if origin in kept.tensors
             }
             slots = self._model.weight_slots()
+            fills_missing = not self.has_values
             return StagedWeights(
-                packed=self._pack(origins, values, check),
-                replacement=self._replacement(values, memory),
+                packed=[] if fills_missing else self._pack(origins, values, check),
+                replacement=self._replacement(values, memory, fills_missing=fills_missing),
                 num_writes=num_writes,
                 num_bytes=sum(v.numel() * slots[n].dtype.itemsize for n, v in values.items()),
                 bases=adapted.bases,
                 follows_served=adapted.follows_served,
+                fills_missing=fills_missing,
                 share=kept.share,
                 checksum=checksum,
                 is_finite=is_finite,
@@ -237,7 +237,7 @@ class ServedWeights:
             )
 
     def _staging_memory(self, named_tensors: NamedTensors, *, hashes_own: bool) -> StagingMemory:
-        """Return the memory for tensors that do not last: for a device's weights, an arena."""
+        """Return the memory for the update's tensors: an arena, or HOST_COPIES on a CPU."""
         if self._arenas is None:
             return HOST_COPIES
         table = self._model.weight_table()
@@ -248,26 +248,37 @@ class ServedWeights:
         hash_own = partial(self._hasher.of_whole, index=0) if hashes_own else None
         return StagingArena(self._arenas, table, slots, self._chunk_bytes, hash_own)
 
-    def _replacement(self, values: Mapping[str, Tensor], memory: StagingMemory) -> Replacement:
-        """Return the Replacement that writes new values to the weights that are not repacked."""
+    def _replacement(
+        self, values: Mapping[str, Tensor], memory: StagingMemory, *, fills_missing: bool
+    ) -> Replacement:
+        """Return an Exchange if some of `values` are in the arena, else an Overwriting.
+
+        It leaves out repacked weights, which their staged copies replace. With `fills_missing`, if
+        the old values are missing, it writes them, too, and makes no backup.
+        """
         slots = self._model.weight_slots()
-        tensors = {name: tensor for name, tensor in values.items() if not slots[name].is_repacked}
+        tensors = {
+            name: tensor
+            for name, tensor in values.items()
+            if fills_missing or not slots[name].is_repacked
+        }
         if isinstance(memory, StagingArena):
             if memory.has_any_of(tensors):
                 device = next(self._model.parameters()).device
                 writable = memory.writable(tensors)
                 return Exchange(slots, memory, writable, self._chunk_bytes, device)
             memory.release()
-        # Another update may have been committed since staging began: back up what serves now.
-        return Overwriting(slots, tensors, self._backups, self._num_writes, self._chunk_bytes)
+        # Another update may have been committed since staging began: back up the present weights.
+        backups = None if fills_missing else self._backups
+        return Overwriting(slots, tensors, backups, self._num_writes, self._chunk_bytes)
 
     def verify(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
     ) -> None:
         """Check the values of an update that all ranks have staged, by their shares, in rank order.
 
-        `source_checksum`: as for `stage`. Raises WeightUpdateError as `stage` does in a process
-        with the whole model, which need not call this.
+        Sets the checksum of `staged`. `source_checksum` is as in `stage`. Raises the
+        WeightUpdateErrors that `stage` raises on an engine of one rank, which need not call this.
         """
         total = sum_of(shares)
         origins = origins_of(self._model.weight_table(), total.pieces)
@@ -276,8 +287,8 @@ class ServedWeights:
     def _verified(
         self, total: WeightShare, origins: Mapping[str, Origin], source_checksum: str
     ) -> tuple[str, bool]:
-        """Check the fingerprints of an update. Returns the checksum of all weights, and whether all
-        are finite."""
+        """Check the fingerprints of an update. Return the checksum of all weights, and whether all
+        are finite. Raises WeightUpdateError."""
         if source_checksum:
             check_checksum(total.own, source_checksum)
         if self._reject_non_finite:
@@ -291,9 +302,11 @@ class ServedWeights:
     def commit(self, staged: StagedWeights, version: int | None) -> int:
         """Write a staged update in place and serve it as `version`; None means the next one.
 
-        Returns the number of bytes written. After an error weights and version are the old ones:
-        the commit is rolled back, from a new backup if another update was written since staging.
-        Raises WeightUpdateError, and EngineStateError while the memory is released.
+        Returns the size in bytes of the weights written. After an error the commit is rolled back,
+        to the old weights or to missing values. Raises WeightUpdateError for a version that is not
+        above the present one, for an update that cannot be committed any more, and if writing
+        fails. Raises EngineStateError while the memory is released, and for an adapter while the
+        values are missing.
         """
         self.require_resident("commit an update")
         new_version = next_version(self.version, version)
@@ -307,6 +320,11 @@ class ServedWeights:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
+        if staged.fills_missing and self.has_values:
+            raise WeightUpdateError(
+                "other weights were committed after this update was staged, when the weights' "
+                "values were missing; stage it again"
+            )
         staged.replacement.reserve(self._num_writes)
         staged.replaced = replaced = Replaced(
             num_writes=self._latest_write + 1,
@@ -319,9 +337,9 @@ class ServedWeights:
         )
         try:
             staged.is_spent = True
-            self.has_values = False  # stays so if the rollback fails, too
+            self.has_values = False  # stays False if the rollback also fails
             staged.replacement.replace()
-            with blaming("taking the packed copies"):
+            with blaming("refreshing the packed copies"):
                 self._model.refresh(staged.packed)
             self.version, self.has_values, self._bases = new_version, True, staged.bases
             self.is_finite = staged.is_finite
@@ -333,21 +351,19 @@ class ServedWeights:
 
     @torch.no_grad()
     def roll_back(self, staged: StagedWeights) -> None:
-        """Roll back `commit(staged)`, since which no other update was written: another rank failed.
-
-        The update can be committed again.
-        """
+        """Undo `commit(staged)`, because another rank has failed. No update may have been written
+        since. `staged` can be committed again."""
         replaced = staged.replaced
         assert replaced is not None, "rollback of an update that was not committed"
         assert self._num_writes == replaced.num_writes, "another update was written since"
-        self.has_values = False  # stays so if the rollback fails
+        self.has_values = False  # stays False if the rollback fails
         self._restore(staged, replaced)
 
     def _restore(self, staged: StagedWeights, replaced: Replaced) -> None:
-        """Put back the values and the state from before a commit. The update can be committed
-        again."""
+        """Restore the values and the state from before a commit."""
         staged.replacement.roll_back()
-        replaced.packed.restore()
+        if not staged.fills_missing:
+            replaced.packed.restore()
         self.version, self.has_values = replaced.version, replaced.had_values
         self.is_finite, self._bases = replaced.was_finite, replaced.bases
         self._num_writes = replaced.num_writes_before
@@ -361,7 +377,7 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return this rank's parts of an update, and the weights that an adapter in it changes."""
+        """Return this rank's parts of an update, and for a LoraAdapter the weights it changes."""
         if isinstance(named_tensors, LoraAdapter):
             return self._adapted(named_tensors, check, memory, wants_own=wants_own)
         given, table = by_name(named_tensors, memory), self._model.weight_table()
@@ -376,8 +392,8 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return this rank's parts of all weights under `adapter`, and the weights that it
-        changes."""
+        """Return this rank's parts of an update by `adapter`, with fingerprints of all weights, and
+        the weights that it changes."""
         table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
@@ -409,7 +425,7 @@ class ServedWeights:
         values: Mapping[str, Tensor],
         check: Callable[[], None],
     ) -> list[Any]:
-        """Return the packed copy of each linear layer's new weights, while the old ones serve."""
+        """Return what each linear layer staged for the commit. The old weights stay in use."""
         addresses = self._model.weight_table().addresses()
         new = {
             addresses[name]: values[origin.weight]
@@ -434,31 +450,34 @@ class ServedWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the memory of all parameters, released or not."""
+        """Bytes of the memory for all parameters, resident or released."""
         return self._memory.num_bytes
 
     @property
     def is_resident(self) -> bool:
-        """Whether the memory is not released."""
+        """Whether the parameters' memory is allocated, not released."""
         return self._memory.is_resident
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes of the weights that take memory now; 0 while released."""
+        """Bytes of the parameters' memory in use now; 0 while released."""
         return self._memory.num_resident_bytes
 
     @property
     def num_bytes_on_host(self) -> int:
-        """Bytes of the host copy that waits for `restore`."""
+        """Bytes of the host copy that `restore` will use; 0 without one."""
         return self._memory.num_bytes_on_host
 
     @property
     def num_base_bytes(self) -> int:
-        """Bytes, on the host, of adapted weights without their adapter."""
+        """Bytes of host memory for the adapted weights without their adapter."""
         return sum(base.nbytes for base in self._bases.values())
 
     def release(self, *, discard: bool) -> int:
-        """Release the memory, after a copy to the host unless `discard`. Returns bytes released."""
+        """Release the memory; first copy it to the host unless `discard`, or if values are missing.
+
+        With `discard`, `has_values` becomes False. Returns the bytes released; 0 if it was released
+        before."""
         if not self.is_resident:
             return 0
         self.has_values = self.has_values and not discard
@@ -467,8 +486,6 @@ class ServedWeights:
         return self._memory.release(keeps_values=self.has_values)
 
     def restore(self) -> int:
-        """Reserve the memory again and copy the values back if they were kept.
-
-        Returns the number of bytes copied.
-        """
+        """Allocate the memory again and copy the values back if they were kept. Returns the number
+        of bytes copied back; 0 if it is resident."""
         return self._memory.restore()

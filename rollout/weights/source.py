@@ -1,6 +1,7 @@
 """WeightsSource: the message that says how engines fetch the weights of a push.
 
-Weight transports make it, the coordinator passes it on to the engines, and WeightFetcher reads it.
+The weight transports make it, `rollout.apis.weight_push` sends it through the coordinator to the
+engines, and the engines' WeightFetcher reads it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from msgspec import Meta
 from rollout.errors import WeightUpdateError
 from rollout.wire import FAULTS, Count, Name, WireData, pack
 
-Alpha = Annotated[float, Meta(ge=-1e9, le=1e9)]  # which excludes NaN
+Alpha = Annotated[float, Meta(ge=-1e9, le=1e9)]  # the bounds exclude NaN
 # The largest mixtures have 100,000 tensors, of some 120 bytes each in a manifest.
 MAX_TENSORS = 2**18
 
 
 class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Place of one tensor in its source: `num_bytes` from `offset`, row-major."""
+    """Where a tensor is in the source's memory: `num_bytes` bytes from `offset`, row-major."""
 
     dtype: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
@@ -33,12 +34,13 @@ _entries_decoder = msgspec.msgpack.Decoder(Entries)
 
 
 def pack_manifest(entries: Mapping[str, TensorEntry]) -> bytes:
-    """Return the manifest of these tensors. Raises ProtocolError if a value cannot be sent."""
+    """Return the manifest of these tensors, packed for a WeightsSource. Raises ProtocolError if a
+    value cannot be encoded."""
     return pack(entries)
 
 
 class LoraTerms(WireData, frozen=True, kw_only=True):
-    """Settings of the adapter whose A and B a source's tensors are: see LoraAdapter."""
+    """Settings of a LoraAdapter, without its tensors A and B, which the source's tensors are."""
 
     rank: Count
     alpha: Alpha
@@ -48,18 +50,17 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Address from which engines fetch the weights of a push. The weights do not travel in this
-    message.
+    """Where and how engines fetch the weights of a push. The message does not contain the weights.
 
-    kind: the transport, which says how they are fetched. address: in the form of that transport.
-    manifest: the place of each tensor, packed by `pack_manifest`; `entries` unpacks it. Empty for
-    transports that keep the places with the tensors. checksum: `engine.weights_checksum()` once the
-    weights are served. tensors_checksum: checksum of the tensors in the source, before any cast; ""
-    where it comes with the tensors. lora: settings of the adapter whose A and B the tensors are;
-    None for weights. is_kept: whether they can be fetched after the push. num_members: number of
-    engines that take part in the push, set by the coordinator when they stage. builds_on: None
-    unless the tensors are a link in a chain of deltas. Then the checksum of the tensors that the
-    link changes, "" for the first link.
+    kind: name of the transport. address: the source's address in the form of that transport.
+    manifest: the place of each tensor, packed by `pack_manifest`; empty for transports that store
+    the places with the tensors. checksum: `weights_checksum()` of an engine that serves the
+    weights, set by the coordinator; "" before. tensors_checksum: checksum of the tensors in the
+    source, before any cast; "" if it comes with the tensors. lora: settings of the adapter if the
+    tensors are its A and B; None for weights. is_kept: whether the weights can be fetched after the
+    push. num_members: number of engines that take part in the push, set by the coordinator.
+    builds_on: checksum of the tensors that this source changes, if it is a link in a chain of
+    deltas; "" for the first link, None outside of a chain.
     """
 
     kind: Name
@@ -74,12 +75,12 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether an engine needs no earlier source: this is neither an adapter nor a change."""
+        """Whether engines need no earlier source: it is neither an adapter nor a later delta."""
         return self.lora is None and not self.builds_on
 
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Return where each tensor is, by name. Raises WeightUpdateError if the manifest is
-        malformed."""
+        """Return where each tensor is, by name; {} for an empty manifest. Raises WeightUpdateError
+        if the manifest is malformed."""
         try:
             return _entries_decoder.decode(self.manifest) if self.manifest else {}
         except FAULTS as fault:

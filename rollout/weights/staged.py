@@ -1,9 +1,8 @@
-"""StagedWeights: a verified update before its commit, and the two ways to write it and to roll it
-back.
+"""StagedWeights: an update before its commit, and the two ways to write it and to roll it back.
 
-Overwriting copies the new values over the old ones, of which it has a backup. Exchange swaps them,
-so that the staged update becomes the backup. Used by ServedWeights alone, which decides when they
-write.
+Overwriting copies the new values over the old ones, after a backup. Exchange swaps them, so that
+the staged update becomes the backup. ServedWeights makes them and decides when they write. Worker,
+the executors and Follower pass StagedWeights from `stage` to `commit`.
 """
 
 from __future__ import annotations
@@ -24,38 +23,39 @@ from rollout.weights.update import blaming
 
 
 class Replacement(Protocol):
-    """Replaces the values of weights, and rolls back, however many of them it has replaced.
-
-    Called without gradients.
-    """
+    """Replaces the values of weights, and can roll back even if it has replaced only some. Called
+    under torch.no_grad()."""
 
     def reserve(self, num_writes: int) -> None:
-        """Allocate all that `roll_back` needs, for the weights that serve after `num_writes`."""
+        """Allocate what `roll_back` needs. `num_writes` is the number of the committed update that
+        is served now."""
         ...
 
     def replace(self) -> None:
-        """Put the new values in place."""
+        """Write the new values in place."""
         ...
 
     def roll_back(self) -> None:
-        """Put the values back that served before. `replace` may be called again then."""
+        """Restore the old values. `replace` may be called again afterwards."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedWeights:
-    """A verified update, which can be committed once. Only ServedWeights changes it.
+    """A staged update, which can be committed until it is spent. ServedWeights changes it.
 
-    `replacement`: the new values of weights that the backend has not packed in its own memory.
-    `packed`: the backend's packed copy of the new values, for each linear layer. `num_writes`:
-    number of updates that had been written when this one was staged. `num_bytes`: size of the
-    weights that change: all of them, except under an adapter. `bases`: adapted weights without
-    their adapter, by name. `follows_served`: whether it is an adapter on the weights that served
-    then. `share`: this rank's part of the fingerprints. `checksum`, `is_finite`: of all weights; ""
-    until `verify` has the shares of all ranks. `is_spent`: whether it was committed, and not rolled
-    back. `replaced`: the state before its commit. `elsewhere`: handle of the parts that the other
-    ranks have staged, which they drop when it is freed. `started_at`: start of staging, by
-    time.perf_counter; `seconds`: its duration.
+    `replacement`: writes the new values of weights that are not repacked. `packed`: the result of
+    `Linear.stage` for each layer; [] with `fills_missing`. `num_writes`: number of the committed
+    update that was served when staging began. `num_bytes`: size of the weights that it writes; an
+    adapter writes only some. `bases`: adapted weights without their adapter, by name.
+    `follows_served`: whether it is an adapter on the weights that served then. `fills_missing`:
+    whether the weights' values were missing then, so that it has no backup. `share`: this rank's
+    part of the fingerprints. `checksum`: checksum of all weights; "" until `verify` under tensor
+    parallelism. `is_finite`: whether all weights are finite. `is_spent`: whether it was committed
+    and not rolled back. `replaced`: the state before its commit; None unless it is committed.
+    `elsewhere`: handle of the other ranks' staged parts, which they drop when it is freed; set by
+    the TensorParallelExecutor. `started_at`: start of staging by time.perf_counter(). `seconds`:
+    duration of staging.
     """
 
     replacement: Replacement
@@ -64,6 +64,7 @@ class StagedWeights:
     num_bytes: int
     bases: Mapping[str, Tensor]
     follows_served: bool
+    fills_missing: bool
     share: WeightShare
     is_spent: bool = False
     replaced: Replaced | None = None
@@ -76,7 +77,8 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """The state before a commit, for its rollback. The commit was write number `num_writes`."""
+    """The state before a commit, for its rollback. `num_writes` is the commit's number, and
+    `num_writes_before` is the number of the update that was served before."""
 
     num_writes: int
     num_writes_before: int
@@ -88,11 +90,10 @@ class Replaced:
 
 
 class PackedCopies:
-    """The packed copies that the linear layers serve now, kept beside the copies that a commit puts
-    in their place.
+    """The linear layers' packed copies from before a commit, kept for its rollback.
 
-    A weight that is packed in its own memory leaves its old values in the copy that was staged for
-    it.
+    `staged` are the copies that replace them. A repacked weight swaps its values with its staged
+    copy, which then has the old values.
     """
 
     def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
@@ -102,8 +103,8 @@ class PackedCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Serve the old copies again. Call it once all weights that are not packed have their
-        old values."""
+        """Make the layers use the old copies again. Call this after the weights that are not packed
+        have their old values."""
         for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
             layer.restore(packed, staged)
 
@@ -112,11 +113,8 @@ class PackedCopies:
 
 
 class WeightBackup:
-    """A copy, on the host, of the weights that a host serves now.
-
-    It lacks the weights that have a packed copy, so it is smaller than all weights where the
-    backend packs them.
-    """
+    """A copy of the present weights of a model on the CPU. Weights with a packed copy are left out:
+    they can be restored from that copy."""
 
     @torch.no_grad()
     def __init__(self, model: CausalLM) -> None:
@@ -138,12 +136,12 @@ class WeightBackup:
 
 
 class HostBackup:
-    """A copy, on the host, of the weights that a device serves now: of the buffer with all
-    parameters, and of the persistent buffers, which are small."""
+    """A host copy of the present weights of a model on a device: of the buffer with all parameters,
+    and of the persistent buffers."""
 
     @torch.no_grad()
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena) -> None:
-        """Copy the weights that serve now. Raises ConfigError if the memory cannot be allocated."""
+        """Copy the present weights. Raises ConfigError if the host memory cannot be allocated."""
         self._memory, self._arena = memory, arenas.acquire(self)
         self._bytes_N = self._arena.reserve(memory.num_bytes).copy_(memory.bytes_N)
         self._buffers = [
@@ -159,20 +157,17 @@ class HostBackup:
 
 
 class BackupKeeper:
-    """Makes the backups of one model's weights.
-
-    Updates of a device's weights share the backup of the weights that serve: a host has memory for
-    one more copy, not for several.
-    """
+    """Makes the backups of one model's weights. Several staged updates of a device's weights share
+    one backup, because the host may lack memory for several copies."""
 
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena | None) -> None:
-        """`arenas`: host memory for a device's weights; None if the host serves."""
+        """`arenas` is host memory for a device's weights; None for a model on the CPU."""
         self._model, self._memory, self._arenas = model, memory, arenas
         self._num_writes = 0
         self._latest: Callable[[], HostBackup | None] = lambda: None
 
     def backup(self, num_writes: int) -> WeightBackup | HostBackup:
-        """Return a backup of the weights that serve now, after `num_writes` writes."""
+        """Return a backup of the present weights, which update number `num_writes` wrote."""
         if self._arenas is None:
             return WeightBackup(self._model)
         latest = self._latest()
@@ -183,19 +178,22 @@ class BackupKeeper:
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and rolls back from a backup."""
+    """Implements `Replacement`: copies tensors in place, and rolls back from a backup. If the old
+    values are missing, there is no backup, and a rollback leaves them missing."""
 
     def __init__(
         self,
         slots: Mapping[str, WeightSlot],
         tensors: Mapping[str, Tensor],
-        backups: BackupKeeper,
+        backups: BackupKeeper | None,
         num_writes: int,
         chunk_bytes: int,
     ) -> None:
-        """Back up the weights that serve after `num_writes` writes, before the stall of the commit.
+        """Back up the present weights now, so that the commit stalls for less time.
 
-        `chunk_bytes`: size of the temporary memory, or one row, in which a device casts.
+        `tensors` has the new values by weight name. `backups` is None if the old values are
+        missing. `num_writes` is as in `reserve`. At most `chunk_bytes`, or one row, are written at
+        once, which bounds the memory for casts.
         """
         self._slots, self._tensors, self._chunk_bytes = slots, tensors, chunk_bytes
         self._backups = backups
@@ -204,8 +202,8 @@ class Overwriting:
         self.reserve(num_writes)
 
     def reserve(self, num_writes: int) -> None:
-        if self._num_writes != num_writes:
-            self._num_writes = self._backup = None  # its memory is free for the next one
+        if self._backups is not None and self._num_writes != num_writes:
+            self._num_writes = self._backup = None  # frees its memory for the next backup
             with blaming("backing up the weights"):
                 self._backup = self._backups.backup(num_writes)
             self._num_writes = num_writes
@@ -218,15 +216,16 @@ class Overwriting:
                     rows.slot.write(rows.values, rows.first_row)
 
     def roll_back(self) -> None:
-        assert self._backup is not None, "no reserve before the commit"
-        self._backup.restore()
+        if self._backups is not None:
+            assert self._backup is not None, "no reserve before the commit"
+            self._backup.restore()
 
 
 # ---- replacement by exchange, without a backup
 
 
 class _RowRange(NamedTuple):
-    """Rows of new values, and where they belong in a weight."""
+    """Rows of new values for a weight, and the first row to which they belong."""
 
     name: str
     slot: WeightSlot
@@ -235,7 +234,7 @@ class _RowRange(NamedTuple):
 
 
 def _row_ranges(name: str, slot: WeightSlot, values: Tensor, num_bytes: int) -> Iterator[_RowRange]:
-    """Yield all rows of `values` in ranges of at most `num_bytes` bytes, or of one row."""
+    """Yield all rows of `values` in ranges of at most `num_bytes` bytes, but at least one row."""
     num_rows = rows_within(num_bytes, values)
     if num_rows >= len(values):
         yield _RowRange(name, slot, values, 0)
@@ -245,11 +244,11 @@ def _row_ranges(name: str, slot: WeightSlot, values: Tensor, num_bytes: int) -> 
 
 
 class Exchange:
-    """Implements `Replacement`: the update's values on the host and the device's change places.
+    """Implements `Replacement`: swaps the update's values on the host with the device's values.
 
-    So the staged update becomes the backup, and no second copy is needed. Row ranges go through a
-    bucket on the device, whose halves have the new and the old rows until both are in place. So an
-    error or an interrupt anywhere loses nothing, and exchanged ranges can be exchanged again.
+    So the staged update becomes the backup, and no second copy is needed. Row ranges pass through a
+    bucket on the device, whose halves hold the new and the old rows until both are in place. So an
+    error or an interrupt at any point can be rolled back.
     """
 
     def __init__(
@@ -260,12 +259,11 @@ class Exchange:
         chunk_bytes: int,
         device: torch.device,
     ) -> None:
-        """`values`: of weights by name, in the weights' dtypes. They lie in `arena`, and belong to
-        the exchange. `chunk_bytes`: size of half of the bucket on `device`, or one row.
-        """
+        """`values` has the new values by weight name, in the weights' dtypes. They are in `arena`,
+        and are overwritten. Half of the bucket on `device` has `chunk_bytes` bytes, or one row."""
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
         self._device = device
-        self._arena = arena  # else another update would acquire its memory
+        self._arena = arena  # keeps it alive, so that no other update acquires its memory
         self._ranges = [
             rows
             for name, given in values.items()
@@ -280,7 +278,7 @@ class Exchange:
         self._open: tuple[_RowRange, int] | None = None
 
     def reserve(self, num_writes: int) -> None:
-        """Allocate the bucket, which stays as long as the update: a rollback needs it again."""
+        """Allocate the bucket, which is kept for a rollback."""
         if self._bucket_HN is None:
             with blaming("allocating the bucket of an update"):
                 shape = (2, self._half_bytes)
@@ -305,7 +303,7 @@ class Exchange:
         self._wait()
 
     def _exchange(self, rows: _RowRange, num_done: int) -> None:
-        """Exchange one range, after which `num_done` ranges have the new values."""
+        """Swap one range. Afterwards `num_done` ranges have the new values on the device."""
         new, old = self._halves(rows)
         new.copy_(rows.values, non_blocking=True)
         rows.slot.read_into(old, rows.first_row)
@@ -316,7 +314,7 @@ class Exchange:
         self._open = None
 
     def _halves(self, rows: _RowRange) -> tuple[Tensor, Tensor]:
-        """Return the parts of the bucket for the new rows and for the old ones."""
+        """Return views of the bucket's halves for the new rows and for the old rows."""
         assert self._bucket_HN is not None, "no reserve before the exchange"
         values = rows.values
         new, old = (
@@ -325,6 +323,6 @@ class Exchange:
         return new, old
 
     def _wait(self) -> None:
-        """Wait until the device has copied: the host's memory may be released then."""
+        """Wait until the device's copies have ended, so that host memory may be reused."""
         assert self._bucket_HN is not None
         self._bucket_HN[:, :1].cpu()

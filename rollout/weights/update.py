@@ -1,7 +1,9 @@
-"""A weight update: the tensors that a trainer gives, and the checks that they must pass.
+"""Weight updates: NamedTensors, the types in which a trainer gives weights, and their checks.
 
-Used by ServedWeights for an engine of this process, and by weight transports for the engines of a
-fleet. It reads and copies tensors, and changes none.
+Used by ServedWeights and the other modules of `rollout.weights`, by the weight transports, and by
+`trainer_hooks.weight_sync`. All interfaces that take an update import NamedTensors from here: in
+`rollout.apis`, `rollout.engine`, `rollout.worker`, `rollout.tensor_parallel`, `rollout.serve` and
+`rollout.coordinator.agent`. Reads and copies tensors, and changes none.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from rollout.models.plain_tensors import (
 from rollout.models.weights import WeightTable
 from rollout.weights.lora import LoraAdapter
 
-# A module gives its parameters and persistent buffers. An adapter changes some weights only.
+# A module stands for its parameters and persistent buffers. An adapter changes some weights only.
 NamedTensors = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | LoraAdapter
 _logger = logging.getLogger(__name__)
-Fingerprint = Sequence[int]  # hash, number of non-finite values
+Fingerprint = Sequence[int]  # (hash, number of non-finite values)
 
 
 class Origin(NamedTuple):
-    """Source of the values of the model's weight `weight`: the update's tensor `tensor`, or a
-    part of it."""
+    """Where the model's weight `weight` gets its values: from the update's tensor `tensor`, or from
+    a part of it. Both are names."""
 
     weight: str
     tensor: str
@@ -47,10 +49,10 @@ class Origin(NamedTuple):
 
 
 class blaming:
-    """A context manager that turns any exception inside it into a WeightUpdateError naming
-    `culprit`.
+    """A context manager that turns any Exception inside it into a WeightUpdateError.
 
-    A loop sets `culprit` for each tensor, which costs less than a context for each.
+    The error says "`culprit` failed with ...". A loop may set `culprit` for each tensor, which
+    costs less than one context for each. WeightUpdateErrors pass unchanged.
     """
 
     __slots__ = ("culprit",)
@@ -80,9 +82,9 @@ class blaming:
 class WeightStream(Iterator[tuple[str, Tensor]]):
     """An iterator of (Hugging Face name, whole plain tensor), which is read once.
 
-    A tensor is valid until the next one is read: its memory may be freed or reused then. With
-    `lasts` all stay valid. They may require gradients. Where tensors are gathered from several
-    ranks, each step is a collective of all ranks. A reader that stops early calls `drain`, so that
+    With `lasts` all tensors stay valid. Otherwise a tensor is valid until the next one is read,
+    when its memory may be freed or reused. Tensors may require gradients. If tensors are sharded,
+    each step is a collective of all ranks, and a reader that stops early must call `drain`, so that
     the other ranks are not blocked.
     """
 
@@ -94,10 +96,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         return next(self._pairs)
 
     def drain(self) -> None:
-        """Read the rest and drop it. An error of reading is logged.
-
-        No-op at the end of the stream, and after an error of reading, which ends it.
-        """
+        """Read and drop the rest of the stream. An error while reading ends it and is logged. Does
+        nothing at the end of the stream."""
         try:
             for _ in self._pairs:
                 pass
@@ -105,33 +105,32 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
             _logger.warning("the rest of a trainer's weights could not be gathered: %s", error)
 
 
-# ---- memory for tensors that do not last
+# ---- memory for tensors that may not stay valid
 
 
 class StagingMemory(Protocol):
-    """Memory of the host for tensors of an update that do not last until its commit.
-
-    `own_hashes`: hashes of tensors before `keep` cast them, by name.
-    """
+    """Host memory for tensors of an update that would not stay valid until its commit. `own_hashes`
+    has the hashes, by name, of tensors that `keep` has cast, from before the cast."""
 
     @property
     def own_hashes(self) -> Mapping[str, Tensor]: ...
 
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """Return the values of a tensor in memory that lasts, perhaps in the model's dtype already.
+        """Return the values of `tensor` in host memory that lasts; it may cast them.
 
-        `name`: the name of the tensor, or of the weight that it becomes. `is_new`: nothing else
-        refers to the tensor, so it need not be copied.
+        `name` is the name of the tensor, or of the weight that it becomes. `is_new` says that
+        nothing else refers to the tensor, so it need not be copied.
         """
         ...
 
     def released_on_error(self) -> AbstractContextManager[None]:
-        """Release the memory if anything is raised inside: the error may outlive the update."""
+        """Return a context manager that releases the memory if anything is raised inside it,
+        because the error may outlive the update."""
         ...
 
 
 class HostCopies:
-    """Implements `StagingMemory`: each tensor has memory of its own, and keeps its dtype."""
+    """Implements `StagingMemory`: each tensor gets its own host memory, and keeps its dtype."""
 
     own_hashes: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -146,10 +145,8 @@ HOST_COPIES = HostCopies()
 
 
 def lasting(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor of an iterator, which may use its memory again for the next one.
-
-    A parameter lasts by itself. A tensor that cannot be read is returned as it is.
-    """
+    """Return a copy of a tensor from an iterator, which may reuse the tensor's memory. A parameter,
+    which stays valid, and a tensor that cannot be read are returned themselves."""
     return tensor if _lasts(tensor) else tensor.detach().clone()
 
 
@@ -163,10 +160,11 @@ _REMEDY = "pass the module, module.named_parameters() or a mapping of names to t
 
 
 def by_name(named_tensors: NamedTensors, memory: StagingMemory = HOST_COPIES) -> dict[str, Tensor]:
-    """Return the tensors of an update by name, unchanged.
+    """Return the tensors of an update by name.
 
-    Tensors of an iterator are kept in `memory`, unless they are parameters, which last. Raises
-    WeightUpdateError if reading them fails, or if a name comes twice.
+    Tensors of an iterator are copied to `memory`, unless they are parameters or stay valid as in a
+    WeightStream with `lasts`. All others are returned themselves. Raises WeightUpdateError for any
+    other type or an invalid name, if reading fails, and if a name comes twice.
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
@@ -191,12 +189,11 @@ def by_name(named_tensors: NamedTensors, memory: StagingMemory = HOST_COPIES) ->
 
 
 def streamed(named_tensors: NamedTensors) -> WeightStream:
-    """Return the tensors of an update as a stream, in an order that all ranks of a trainer share.
+    """Return the tensors of an update as a stream, in the same order on all ranks of a trainer.
 
-    A module, a mapping, an adapter or a list comes in the order of names, and each sharded tensor
-    is gathered when the reader asks for it. An iterator comes in its own order, and is not read
-    ahead. A stream is returned as it is. Reading raises WeightUpdateError naming a tensor that
-    cannot be read, or whose name comes twice.
+    A module, a mapping, an adapter or a list is read in the order of names, an iterator in its own
+    order. Sharded tensors are gathered when they are read. A WeightStream is returned itself.
+    Reading raises WeightUpdateError for a tensor that cannot be read or whose name comes twice.
     """
     if isinstance(named_tensors, WeightStream):
         return named_tensors
@@ -248,9 +245,10 @@ def _require_name(name: object) -> None:
 
 
 class _Pairs(Iterator[tuple[str, Tensor]]):
-    """The checked pairs of an iterable. Refers to none of them after it has returned it.
+    """An iterator over checked (name, tensor) pairs. It keeps no reference to a returned tensor.
 
-    Raises WeightUpdateError if reading fails, which names the pair before.
+    Raises WeightUpdateError for anything that is not such a pair. If reading the pairs fails, the
+    error names the pair before.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -279,11 +277,11 @@ class _Pairs(Iterator[tuple[str, Tensor]]):
 def checked_source(
     named_tensors: NamedTensors, table: WeightTable, memory: StagingMemory
 ) -> dict[str, Tensor]:
-    """Return the whole tensors of an update whose names, shapes and dtypes fit the model's `table`.
+    """Return an update's tensors by name, whole, after a check of names, shapes and dtypes.
 
-    Sharded tensors are gathered in the order of their names, which is a collective of all ranks
-    that have a part, and kept in `memory`. Tensors that the model computes itself, or does not use,
-    are left out. Raises WeightUpdateError naming the tensor.
+    Sharded tensors are gathered in the order of their names, a collective of all ranks of their
+    mesh, and kept in `memory`. Tensors that the model computes itself or does not use are left out.
+    Raises WeightUpdateError for tensors that do not fit `table`, and for missing ones.
     """
     given = by_name(named_tensors, memory)
     source = {name: tensor for name, tensor in given.items() if not table.is_passed_over(name)}
@@ -303,7 +301,7 @@ def checked_source(
 
 
 def parts_by_origin(source: Mapping[str, Tensor], table: WeightTable) -> dict[Origin, Tensor]:
-    """Return the values of each of the model's weights in the tensors of an update, as views."""
+    """Return views of the values of each weight in the tensors `source` of an update."""
     return {
         Origin(weight, name): part_of(tensor, index)
         for name, tensor in source.items()
@@ -333,7 +331,7 @@ def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
 
 
 def _check_form(name: str, tensor: Tensor, table: WeightTable) -> None:
-    """Refuse a tensor that cannot become the model's, whatever its own values are."""
+    """Raise WeightUpdateError if the tensor has no readable values, or a wrong shape or dtype."""
     _require_readable(name, tensor)
     shape, dtype = table.form(name)
     if tensor.shape != shape:
@@ -357,20 +355,19 @@ def _listing(names: list[str]) -> str:
 def check_finite(
     fingerprints: Mapping[Origin, Fingerprint], dtypes: Mapping[Origin, torch.dtype]
 ) -> None:
-    """Raise WeightUpdateError naming a tensor that has NaN or infinity in its dtype."""
+    """Raise WeightUpdateError naming a tensor whose fingerprint, taken in the dtype in `dtypes`,
+    counts NaN or infinity."""
     for origin, (_, num_bad) in fingerprints.items():
         if num_bad:
             raise WeightUpdateError(
                 f"{origin} holds NaN or infinity (as {dtypes[origin]}); the serving weights are "
-                "kept. reject_non_finite_weights=False would let it pass"
+                "kept. reject_non_finite_weights=False accepts it"
             )
 
 
 def origins_of(table: WeightTable, origins: Iterable[Origin]) -> dict[str, Origin]:
-    """Return the origin of each of the model's weights: the first in `origins` that has its values.
-
-    Tied weights have the same origin.
-    """
+    """Return for each of the model's weights the first of `origins` that gives its values. Tied
+    weights have the same origin."""
     addresses = table.addresses()
     chosen: dict[int, Origin] = {}
     for origin in origins:
@@ -387,8 +384,8 @@ def check_values(
 ) -> None:
     """Check the values of a full update by their fingerprints in the model's dtypes.
 
-    Raises WeightUpdateError for NaN and infinity if `reject_non_finite`, and for a weight, or tied
-    weights, to which the update gives two different values. `origins`: see `origins_of`.
+    Raises WeightUpdateError for NaN or infinity if `reject_non_finite`, and if the update gives two
+    different values to a weight or to tied weights. `origins` is the result of `origins_of`.
     """
     if reject_non_finite and any(num_bad for _, num_bad in fingerprints.values()):
         check_finite(fingerprints, {each: table.slots[each.weight].dtype for each in fingerprints})
@@ -407,13 +404,13 @@ def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> N
     checksum = checksum_of(fingerprints)
     if checksum != announced:
         raise WeightUpdateError(
-            f"the tensors that came have the checksum {checksum}, not {announced} as announced; "
+            f"the tensors that arrived have the checksum {checksum}, not {announced} as announced; "
             "the serving weights are kept"
         )
 
 
 def checksum_of(fingerprints: Mapping[str, Fingerprint]) -> str:
-    """Return BLAKE2b, 16 hex digits, over sorted names and their hashes."""
+    """Return a checksum of tensors: BLAKE2b over their sorted names and hashes, 16 hex digits."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(fingerprints):
         digest.update(f"{name}\0{fingerprints[name][0]}\n".encode())

@@ -1,7 +1,8 @@
-"""BatchBuilder: turns a StepPlan into the input arrays of one step. Used by ModelRunner.
+"""BatchBuilder: turns a StepPlan into the input arrays of one step.
 
-It keeps the rows' block tables and sampling parameters as arrays from step to step. Shape letters:
-T tokens, R compute rows, L logit rows, M blocks per table, S sample rows.
+Made by `rollout.worker.loading`, used by ModelRunner. It keeps the rows' block tables and sampling
+parameters as host arrays from step to step. Shape letters: T tokens, R compute rows, E = R + 1, L
+logit rows, M blocks per table, S sample rows, P scored tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The arrays of a step that depend on its rows alone.
+    """The arrays of a step that stay the same while the same rows decode.
 
-    row_of_token_T, offsets_T: the compute row of each token, and its place among the tokens that
-        this row computes.
+    row_of_token_T: index of each token's compute row. offsets_T: index of the token among the
+        tokens that its row computes in this step.
     """
 
     layout: StepLayout[HostArray]
@@ -36,9 +37,9 @@ class _Rows:
 
 
 class BatchBuilder:
-    """The rows' block tables and sampling parameters. The only writer of a step's input arrays.
+    """The rows' block tables and sampling parameters, from which it builds a step's inputs.
 
-    Row 0 is scratch.
+    Row 0 is scratch; `num_rows` of the constructor does not count it, the attribute does.
     """
 
     def __init__(self, *, num_rows: int, max_blocks: int, block_size: int) -> None:
@@ -55,14 +56,12 @@ class BatchBuilder:
         self._wants_ranks = np.zeros(self.num_rows, dtype=np.bool_)
         self._top_n = np.zeros(self.num_rows, dtype=np.int64)
         self._logits = LogitsBuilder(self.num_rows)
-        # The rows of the latest step, and what names them; None unless all of them decode.
+        # Key and arrays of the latest step's rows; None if any of them prefilled.
         self._decoding: tuple[tuple[bytes, ...], _Rows] | None = None
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
-        """Apply the plan's changes to rows and block tables, and return the inputs of its step.
-
-        The next plan may be built while the step runs: the returned arrays are not written again.
-        """
+        """Apply the plan's changes to rows and block tables, and return the inputs of its step. The
+        next plan may be built while the step runs: returned arrays are never written again."""
         self._apply_changes(plan)
         rows, block_size = self._rows_of(plan), self.block_size
         layout, row_of_token_T = rows.layout, rows.row_of_token_T
@@ -105,7 +104,7 @@ class BatchBuilder:
             self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _rows_of(self, plan: StepPlan) -> _Rows:
-        """Return the rows of the step; the previous step's if the same rows decode again."""
+        """Return the row arrays of the step; the previous step's if the same rows decode again."""
         if len(plan.prefill_token_ids):
             self._decoding = None
             return self._gather(plan)
@@ -129,7 +128,7 @@ class BatchBuilder:
             input_rows_T=input_rows,
             token_ids_T=token_ids,
             query_starts_E=query_starts,
-            # Except where a group forks, each logit row is drawn from once, in order.
+            # `sources` has each logit row once; more than one sample uses it where a group forks.
             logit_indices_L=np.concatenate([sources, plan.score_sources], dtype=np.int64),
             draws_S=draws,
             **self._sampling(plan.sample_rows),
@@ -175,7 +174,8 @@ class BatchBuilder:
 
 
 def _distinct(sources_S: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the distinct sources, which come in rising order, and which one each sample has."""
+    """Return the distinct values of the sorted `sources_S`, and the index of each sample's value
+    among them."""
     is_new_S = np.ones(len(sources_S), dtype=np.bool_)
     np.not_equal(sources_S[1:], sources_S[:-1], out=is_new_S[1:])
     return sources_S[is_new_S], np.cumsum(is_new_S, dtype=np.int64) - 1

@@ -1,6 +1,7 @@
 """WorkerExecutor: runs an engine on one rank, the Worker of its own process.
 
-Used by Engine and Suspension. TensorParallelExecutor extends it to several ranks.
+Made by `rollout.engine.build`, and used by Engine, StepPipeline and Suspension.
+TensorParallelExecutor extends it to several ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _R = TypeVar("_R")
 class WorkerExecutor:
     """Implements `StepExecutor` of rollout.engine.protocols on one rank, this process.
 
-    `run` calls a method of Worker on every rank. TensorParallelExecutor, for several ranks,
-    overrides `run` and what is more than one call: launch, stage, commit, close.
+    `run` calls a method of Worker on every rank. TensorParallelExecutor overrides `run`, and the
+    methods that need more than one such call.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -35,7 +36,7 @@ class WorkerExecutor:
     def run(
         self, method: Callable[Concatenate[Worker, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> list[_R]:
-        """Run a method of Worker on all ranks. Returns its results in the order of ranks."""
+        """Run a method of Worker on all ranks. Returns a list of results in the order of ranks."""
         return [method(self.worker, *args, **kwargs)]
 
     # ---- steps
@@ -50,7 +51,7 @@ class WorkerExecutor:
         return self.worker.launch(plan)
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns how many."""
+        """Capture graphs of steps before requests need them. Returns how many were captured."""
         return self.run(Worker.warm_up)[0]
 
     # ---- weights
@@ -60,49 +61,52 @@ class WorkerExecutor:
     ) -> StagedWeights:
         """Verify and prepare an update. Any thread may call it. The served weights do not change.
 
-        `check` is called before each tensor, and may raise to cancel.
+        `check` is called before each tensor; it cancels the staging by raising an error.
+        `source_checksum`: the checksum that the update must have; "" accepts any.
         """
         return self.worker.stage_weights(named_tensors, check, source_checksum)
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version` on all ranks, or on none. Returns the bytes
-        written."""
+        """Serve a staged update as `version`, or as the next version if None, on all ranks or on
+        none. Returns the bytes written."""
         return self.worker.commit_weights(staged, version)
 
     def set_version(self, version: int) -> None:
-        """Change the version of the served weights to `version`. An illegal version is refused
-        before any rank is called."""
+        """Change the version of the served weights to `version`. Raises EngineStateError if the
+        weights have no values. An illegal version is refused before any rank is called."""
         self.weights.require_values("set the generation epoch")
         self.run(Worker.set_version, next_version(self.weights.version, version))
 
     def weights_checksum(self) -> str:
-        """Return a checksum of all weights. It does not depend on the number of ranks."""
+        """Return a checksum of all weights, which does not depend on the number of ranks. Raises
+        EngineStateError while the weights are released or have no values."""
         self._require_readable("compute a checksum")
         return checksum_of_shares(self.run(Worker.fingerprint_share))
 
     def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the checksum of each of these weights by its name."""
+        """Return the checksum of each named weight, by name. Raises as `weights_checksum` does."""
         self._require_readable("compute checksums")
         return checksums_of_shares(self.run(Worker.fingerprint_share, names))
 
     def _require_readable(self, what: str) -> None:
-        """Raise EngineStateError before ranks are asked: a refusal on a rank aborts its sums."""
+        """Raise EngineStateError if the weights cannot be read. Checked before ranks are called,
+        because an error on a rank aborts collectives."""
         self.weights.require_resident(what)
         self.weights.require_values(what)
 
     # ---- ranks
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return what each rank uses, in the order of ranks; () after `close` of several ranks."""
+        """Return each rank's memory and CPU time, in the order of ranks."""
         return (*self.run(Worker.rank_use),)
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Return the address of each KV tensor of this rank by name; {} while released."""
+        """Return the address of each layer's KV tensor on this rank, by name; {} while released."""
         return self.kv.data_ptrs()
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if another rank is gone."""
+        """Raise LockstepError if another rank has ended. On one rank, do nothing."""
 
     def close(self) -> None:
-        """Release the KV cache and end the other ranks. May be called again if it fails."""
+        """Release the KV cache's memory. May be called again if it fails."""
         self.worker.close()

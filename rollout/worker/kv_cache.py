@@ -1,7 +1,8 @@
 """KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend.
 
-A block lies in one piece with all its layers, so that moving it is one copy, whatever the layout
-within. Used by ModelRunner for steps, and by Worker to release and restore it.
+All layers of a block are contiguous, so that moving a block is one copy in any layout. Made by
+`rollout.worker.loading`. Used by ModelRunner for steps, and by Worker to release and restore it;
+`rollout.cli.explain` computes block sizes with `bytes_per_block`.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from torch import Tensor
 from rollout.backends.base import AttentionBackend, Backend, CacheSpec
 from rollout.backends.buffers import Strips
 from rollout.backends.cpu.residency import resident_bytes
+from rollout.config import GIB
 from rollout.errors import ConfigError
 
 BlockIds = Sequence[int] | NDArray[np.integer]
 
 _BUFFER = "kv_cache"
-MAX_COPIED_BYTES = 256 << 20  # of a temporary that blocks are copied through
+MAX_COPIED_BYTES = 256 << 20  # size of the temporary through which whole blocks are copied
 
 
 class KVCache:
     """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
 
-    States: resident -> [offload] -> release -> restore -> [onload] -> resident. `release` discards
-    blocks that were not offloaded. Each call may be repeated after an exception.
+    Order of calls: [offload] -> release -> restore -> [onload]. `release` discards blocks that were
+    not offloaded. Each call may be repeated after an exception.
     """
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
@@ -44,8 +46,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.bytes_per_block = bytes_per_block(backend.attention, spec)
         self._buffer: Tensor | None = None
-        # One tensor per layer in the attention backend's layout, new ones after each restore; none
-        # while released.
+        # One tensor per layer in the attention backend's layout; other tensors after each restore,
+        # and none while released.
         self.layers: tuple[Tensor, ...] = ()
         self._is_released = False
         self._arena_index: dict[int, int] = {}  # block id -> its place in the arena, in blocks
@@ -64,9 +66,8 @@ class KVCache:
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes of the cache that take memory now: a host gives pages to blocks that are written
-        to, a device to all. 0 while released.
-        """
+        """Bytes of the cache that take physical memory now. On a CPU these are the pages that were
+        written to, on a device all bytes. 0 while released."""
         return 0 if self._buffer is None else resident_bytes(self._buffer)
 
     @property
@@ -84,7 +85,7 @@ class KVCache:
         return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Release the memory and its contents. Returns the bytes released; 0 the second time."""
+        """Release the memory and its contents. Returns the bytes released; 0 for a second call."""
         if self._is_released:
             return 0
         self.layers, self._buffer = (), None
@@ -101,7 +102,7 @@ class KVCache:
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
-        """Copy these blocks to the host arena, replacing its contents. Returns bytes copied."""
+        """Copy these blocks to the host arena, replacing its contents. Returns the bytes copied."""
         self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
@@ -124,10 +125,8 @@ class KVCache:
         return len(ordered) * self.bytes_per_block
 
     def discard(self, block_ids: BlockIds) -> int:
-        """Drop offloaded blocks and free their bytes in the arena. Returns the bytes freed.
-
-        Only whole pages are freed, so less than the blocks' bytes until the last block is dropped.
-        """
+        """Drop offloaded blocks and free their memory in the arena. Returns the bytes freed. Only
+        whole pages are freed. The rest is freed when the last block is dropped."""
         num_freed = 0
         for block in block_ids:
             start = self._arena_index.pop(block) * self.bytes_per_block
@@ -137,10 +136,10 @@ class KVCache:
         return num_freed
 
     def copy_tokens(self, sources: BlockIds, targets: BlockIds, lengths: BlockIds) -> None:
-        """Copy the first tokens of blocks, `lengths` of each, in all layers, to other blocks.
+        """Copy the first `lengths[i]` tokens of block `sources[i]` to `targets[i]`, in all layers.
 
-        No block is both a source and a target. What lies behind these tokens in a target is
-        undefined then.
+        No block may be both a source and a target. The remaining tokens of a target block are
+        undefined afterwards.
         """
         ids_3K = torch.from_numpy(np.array([sources, targets, lengths], dtype=np.int64))
         if self._pool.is_cuda:
@@ -149,7 +148,7 @@ class KVCache:
         if self._copy_tokens is not None:
             self._copy_tokens(self._pool, source_K, target_K, length_K, self._strips)
             return
-        # Whole blocks, and not all of them through one temporary.
+        # Copy whole blocks, in parts that bound the size of the temporary.
         count = max(1, MAX_COPIED_BYTES // self.bytes_per_block)
         for source_P, target_P in zip(source_K.split(count), target_K.split(count), strict=True):
             self._pool.index_copy_(0, target_P, self._pool.index_select(0, source_P))
@@ -170,10 +169,8 @@ class KVCache:
 
 
 def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
-    """Copy sources[source_ids] to targets[target_ids]; consecutive ids need one copy together.
-
-    Returns when all bytes are there, also if one of the two is on a device.
-    """
+    """Copy sources[source_ids] to targets[target_ids], with one copy per run of consecutive ids.
+    Returns when all bytes have arrived, also if one of the two tensors is on a device."""
     if len(target_ids) == 0:
         return
     moves = np.diff(np.stack([np.asarray(target_ids), np.asarray(source_ids)]), axis=1)
@@ -186,7 +183,6 @@ def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids
         device_bytes[:1, :1].cpu()  # waits for the copies queued on the device; free on a CPU
 
 
-GIB = 2**30
 NUM_SCRATCH_BLOCKS = 1  # block 0, which the padding of a step writes to
 
 
@@ -196,7 +192,7 @@ def bytes_per_block(attention: AttentionBackend, spec: CacheSpec) -> int:
 
 
 def strips_of(attention: AttentionBackend, spec: CacheSpec) -> Strips:
-    """Return where the tokens of a block lie, in the layout of `attention`."""
+    """Return how a block's bytes divide into strips of tokens, in the layout of `attention`."""
     _, *shape = attention.cache_shape(spec, 1)
     _, *longer = attention.cache_shape(replace(spec, block_size=2 * spec.block_size), 1)
     token_dim = next(dim for dim, size in enumerate(shape) if size != longer[dim])
@@ -208,10 +204,8 @@ def strips_of(attention: AttentionBackend, spec: CacheSpec) -> Strips:
 
 
 def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
-    """Return how many whole blocks fit `buffer_size_gb` GiB, the scratch block not counted.
-
-    Raises ConfigError if not even one fits.
-    """
+    """Return how many whole blocks fit `buffer_size_gb` GiB. The scratch block is not subtracted.
+    Raises ConfigError if not even one fits."""
     per_block = bytes_per_block(attention, spec)
     num_blocks = int(buffer_size_gb * GIB) // per_block
     if num_blocks < 1:

@@ -1,6 +1,7 @@
 """Loading of one rank of an engine: its device, its part of the model, its sizes and memory.
 
-Used by `rollout.engine.build`, by the start of tensor parallel ranks, and by `rollout explain`.
+Used by `rollout.engine.build`, by `rollout.tensor_parallel.start` and
+`rollout.tensor_parallel.follower` on each rank, and for defaults by `rollout.cli.explain`.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BUFFER_GB = 20.0
 DEFAULT_MEMORY_FRACTION = 0.25
-_NUM_CPU_POSITIONS = 4096  # of the rotary table when the engine starts; it grows
+_NUM_CPU_POSITIONS = 4096  # in the rotary tables when an engine starts on a CPU; they grow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSizes:
-    """Sizes of an engine: tokens of a block, of a sequence and of a step, rows of running requests,
-    blocks in the pool and blocks that paused requests may keep.
+    """Sizes of an engine.
+
+    block_size: tokens per KV block. max_tokens: tokens per step. num_rows: requests that may run at
+    once. num_blocks: KV blocks in the pool. max_paused_blocks: KV blocks that paused requests may
+    keep.
     """
 
     block_size: int
@@ -48,13 +52,13 @@ class EngineSizes:
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Number of blocks of a sequence of `max_sequence_length` tokens."""
+        """Number of KV blocks of a sequence of `max_sequence_length` tokens."""
         return -(-self.max_sequence_length // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A rank's part of the model on its device, and the sizes that fit there. For reading."""
+    """A rank's part of the model on its device, and the engine sizes that fit there. Immutable."""
 
     config: InferenceConfig
     backend: Backend
@@ -69,15 +73,14 @@ def load_model(
     weights_version: int,
     collectives: Collectives = ONE_RANK,
 ) -> LoadedModel:
-    """Load the model, or this rank's part of it, onto the device that `config` names. Nothing is
-    packed yet. Raises ConfigError and ModelError.
-    """
+    """Load this rank's part of the model onto the device that `config` names. `CausalLM.prepare`
+    must be called on it before it runs. Raises ConfigError and ModelError."""
     backend = create_backend(config, collectives)
     causal_lm, fill = open_model(
         model,
         dtype=config.dtype,
         device=backend.device,
-        seed=config.seed or 0,  # of random weights, which all ranks and engines have alike
+        seed=config.seed or 0,  # for random weights, which must be equal on all ranks and engines
         rank=collectives.rank,
         size=collectives.size,
     )
@@ -108,7 +111,8 @@ def load_model(
 def sizes_of(
     config: InferenceConfig, backend: Backend, model: CausalLM, most_blocks: int | None = None
 ) -> EngineSizes:
-    """Return the sizes that fit this rank, with a pool of at most `most_blocks` blocks."""
+    """Return the sizes that fit this rank, with a pool of at most `most_blocks` blocks; None for no
+    such limit. Raises ConfigError if no KV block fits, or as `longest_sequence` does."""
     longest = longest_sequence(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
@@ -116,7 +120,7 @@ def sizes_of(
     num_ranks = backend.collectives.size
     spec = model.cache_spec(block_size)
     if config.buffer_size_gb is not None:
-        # In unified memory, paused requests have their buffer beside that of the others.
+        # In unified memory, the buffer of paused requests adds to the buffer of running ones.
         is_unified = config.unified_memory_level or config.memory_kind == UNIFIED
         added_gb = paused_gb if is_unified else 0.0
         buffer_gb = (config.buffer_size_gb + added_gb) / num_ranks
@@ -142,7 +146,7 @@ def sizes_of(
         block_size=block_size,
         max_sequence_length=longest,
         max_tokens=max_tokens,
-        # A request in context needs a block, and a token of every step.
+        # A running request needs at least a block, and a token of every step.
         num_rows=min(max_requests, max_tokens, num_blocks),
         num_blocks=num_blocks,
         max_paused_blocks=int(paused_gb * GIB) // bytes_of_all,
@@ -150,10 +154,8 @@ def sizes_of(
 
 
 def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
-    """Return the config's `max_sequence_length`, or else the model's.
-
-    Raises ConfigError for a length that the model cannot do.
-    """
+    """Return the config's `max_sequence_length`, or the model's longest if that is None. Raises
+    ConfigError if the config's length exceeds the model's."""
     rope, longest = spec.rope, spec.max_position_embeddings
     # Whether max_position_embeddings counts before or after the scaling depends on its kind.
     if rope.kind == "linear":
@@ -161,7 +163,7 @@ def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
     elif rope.kind == "yarn":
         longest = max(longest, int(rope.original_max_positions * rope.factor))
     elif rope.kind == "longrope":
-        # Beyond, a sequence has other angles at all of its positions, also those in the cache.
+        # A longer sequence would change the angles of all its positions, also of cached ones.
         longest = min(longest, rope.original_max_positions)
     wanted = config.max_sequence_length
     if wanted is None:
@@ -176,10 +178,10 @@ def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
 
 
 def runner_of(loaded: LoadedModel, sizes: EngineSizes) -> tuple[ModelRunner, KVCache]:
-    """Return this rank's model runner and KV cache for an engine of these sizes. The model must be
-    prepared."""
+    """Make this rank's model runner and KV cache for an engine of these sizes. Reserves the memory
+    of the KV cache and of the rotary tables. `CausalLM.prepare` must have been called."""
     backend, model = loaded.backend, loaded.model
-    # Only graphs need the whole table, which takes gigabytes for a million positions.
+    # Only captured graphs need whole rotary tables: gigabytes for a million positions.
     num_positions = sizes.max_blocks_per_row * sizes.block_size
     if backend.device.type == "cpu":
         num_positions = min(num_positions, _NUM_CPU_POSITIONS)

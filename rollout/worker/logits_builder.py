@@ -1,5 +1,5 @@
-"""LogitsBuilder: the arrays that change logits before sampling, by biases, allowed ids, penalties
-and min_tokens. Used by BatchBuilder.
+"""LogitsBuilder: the host arrays by which biases, allowed ids, penalties and min_tokens change
+logits before sampling. Used by BatchBuilder.
 
 TokenHistories: the rows' tokens on the device, which penalties count. Used by ModelRunner.
 """
@@ -26,7 +26,7 @@ _NO_FLOATS: HostArray = np.empty(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """Changes of a row's logits. `allowed_ids` is None if all ids are allowed."""
+    """How a row's request changes its logits. `allowed_ids` is None if all ids are allowed."""
 
     params: SamplingParams
     num_prompt: int
@@ -52,7 +52,7 @@ class _Row:
 
 
 def _changes_logits(new: NewRow) -> bool:
-    """Return whether the row ever samples from logits that differ from the model's."""
+    """Return whether the request may ever change the model's logits before sampling."""
     params = new.sampling_params
     forbids_end = bool(params.min_tokens and new.end_ids)
     is_biased = bool(params.logit_bias) or params.allowed_token_ids is not None
@@ -61,7 +61,10 @@ def _changes_logits(new: NewRow) -> bool:
 
 @dataclass(slots=True)
 class _Lists:
-    """Lists from which LogitsInputs are made, filled sample by sample."""
+    """Lists from which LogitsInputs are made, filled sample by sample.
+
+    `limited` and `penalized`: indices of the samples with allowed ids, and with penalties.
+    """
 
     bias_at: list[HostArray] = field(default_factory=list)
     bias_ids: list[HostArray] = field(default_factory=list)
@@ -74,7 +77,8 @@ class _Lists:
     num_prompt: list[int] = field(default_factory=list)
 
     def add(self, index: int, row: _Row, position: int) -> None:
-        """Add sample `index` of the K samples. It draws the token at `position`."""
+        """Add the changes of sample `index` of the K samples, which draws the token at `position`
+        of `row`."""
         params = row.params
         if len(row.bias_ids):
             self._add_biases(index, row.bias_ids, row.biases)
@@ -100,14 +104,14 @@ class _Lists:
 
 class LogitsBuilder:
     """Records for each row how its request changes the model's logits before a token is drawn: by
-    biases, allowed ids, penalties, and by `min_tokens`, which forbids the tokens that would end it.
+    biases, allowed ids, penalties, and `min_tokens`, which forbids end tokens.
 
-    `set_row` records this when a request takes a row. `build` returns the arrays with which the
-    device changes the logits of one step. Rows that leave their logits as they are cost nothing.
+    `set_row` records the changes when a request takes a row. `build` returns the arrays with which
+    the device changes the logits of one step. Rows without changes cost nothing.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.rows: dict[int, _Row] = {}  # those that change their logits
+        self.rows: dict[int, _Row] = {}  # only the rows that change their logits
         self._changes_logits = np.zeros(num_rows, dtype=np.bool_)
         self._histories = np.full(num_rows, _NO_HISTORY)
         self._free_histories: list[int] = []
@@ -122,9 +126,8 @@ class LogitsBuilder:
         self._set_history(new.row, new.sampling_params.has_penalties)
 
     def _set_history(self, row: int, has_penalties: bool) -> None:
-        """Give the row a history, or take it away. Histories have numbers of their own, so that
-        rows without penalties take no memory for one.
-        """
+        """Assign the row a history index, or free its index. Histories are not indexed by row, so
+        that rows without penalties take no memory."""
         if has_penalties == (self._histories[row] != _NO_HISTORY):
             return
         if not has_penalties:
@@ -141,8 +144,8 @@ class LogitsBuilder:
     ) -> LogitsInputs[HostArray] | None:
         """Return the arrays that change the logits of the step; None if no sample needs a change.
 
-        `mode_S` and `temperature_S`: log-prob mode and temperature of the step's samples. They
-        decide which log-probs a sample reports.
+        `mode_S`, `temperature_S`: log-prob mode and temperature of each sample of the step. They
+        decide which log-probs the sample reports.
         """
         samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
@@ -171,7 +174,7 @@ class LogitsBuilder:
         )
 
     def _new_histories(self, plan: StepPlan) -> dict[str, HostArray]:
-        """Return the tokens of new rows with penalties, one row after the other."""
+        """Return the tokens of new rows with penalties, as fields of LogitsInputs."""
         known = [(new.row, new.token_ids) for new in plan.new_rows if len(new.token_ids)]
         rows_H, lens_H = [row for row, _ in known], [len(token_ids) for _, token_ids in known]
         return {
@@ -182,9 +185,8 @@ class LogitsBuilder:
 
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
-    """Return which samples report log-probs of the unchanged logits, and at which temperature. A
-    greedy sample reports raw ones.
-    """
+    """Return which samples report log-probs of the unchanged logits, at which inverse temperature,
+    and which of the changed logits, as fields of LogitsInputs. Greedy samples report raw ones."""
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)
@@ -201,10 +203,10 @@ def _joined(parts: Sequence[HostArray]) -> HostArray:
 
 
 class TokenHistories:
-    """Token ids of rows with penalties, int32, by history and position. They grow on demand.
+    """Token ids of rows with penalties, int32 [history, position]. The tensor grows on demand.
 
-    They are on the device, because only there the last token of a decode row is known. Shape
-    letters are those of LogitsInputs; P history positions.
+    It is on the device, because the host does not know a decode row's last token yet when the next
+    step is launched. Shape letters as in LogitsInputs; P history positions.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,9 +218,8 @@ class TokenHistories:
         return self._ids.nbytes
 
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
-        """Write the known tokens of new histories. Returns the tokens of the Q samples' histories,
-        int32 [Q, P].
-        """
+        """Write the tokens of new histories. Returns the histories of the Q samples with penalties,
+        int32 [Q, P]; no rows if Q is 0."""
         if not len(host.histories_Q):
             return self._ids[:0]
         length = int(host.lengths_Q.max())
@@ -227,7 +228,7 @@ class TokenHistories:
         return self._ids[inputs.histories_Q, :length]
 
     def append(self, inputs: LogitsInputs[Tensor], token_ids_S: Tensor) -> None:
-        """Append to each of the Q samples' histories the token that it has drawn."""
+        """Append each of the Q samples' drawn token to its history."""
         drawn_Q = token_ids_S[inputs.samples_K[inputs.penalized_Q]]
         self._ids[inputs.histories_Q, inputs.lengths_Q] = drawn_Q.int()
 

@@ -1,7 +1,8 @@
-"""ModelRunner: runs StepPlans on the device. Used by Worker.
+"""ModelRunner: runs StepPlans on the device. Made by `rollout.worker.loading`, used by Worker; step
+executors of the backends call back its `forward` and `draw`.
 
-Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, V vocabulary. In TLK, L are
-the layers with experts and K the experts of a token.
+Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, Q samples with penalties, E
+hidden size, V vocabulary. In TLK, L are the layers with experts and K the experts of a token.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from rollout.worker.batch_builder import BatchBuilder
 from rollout.worker.kv_cache import KVCache
 from rollout.worker.logits_builder import TokenHistories
 
-# Prompt scoring materialises logits for this many tokens at a time, so that a long prompt with a
-# large vocabulary does not need gigabytes at once.
+# Prompt tokens whose logits are made at a time, so that scoring a long prompt with a large
+# vocabulary does not need gigabytes at once.
 SCORE_CHUNK = 512
 
 
 class ModelRunner:
-    """Runs steps of the model. The only writer of KV bytes, and of the rows' last tokens, which
-    stay on the device."""
+    """Runs steps of the model, which write the KV cache. Keeps each row's last token and the token
+    histories of rows with penalties on the device."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class ModelRunner:
         *,
         records_routing: bool = False,
     ) -> None:
-        """`records_routing`: results have the experts of each token. The model must have some."""
+        """`records_routing`: whether outputs have each token's experts. The model must be a mixture
+        of experts then."""
         self._records_routing = records_routing
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
@@ -53,7 +55,7 @@ class ModelRunner:
         self._inference_mode = torch.inference_mode()
 
     def as_current(self) -> AbstractContextManager[object]:
-        """Make the model's device the current one of this thread."""
+        """Return a context manager that makes the model's device current in this thread."""
         return self._backend.as_current()
 
     @property
@@ -67,10 +69,8 @@ class ModelRunner:
         return self._backend.executor.num_captures
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step: copy blocks, compute the plan's tokens, sample and score.
-
-        The returned function waits for the result. At most two may be outstanding.
-        """
+        """Start a step: copy blocks, compute the plan's tokens, sample and score. The returned
+        function waits for the result. At most two steps may be in flight."""
         assert self._kv.layers, "the KV cache is released"
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
@@ -82,17 +82,15 @@ class ModelRunner:
         return lambda: replace(fetch(), slots_T=inputs.slots_T)
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns how many.
-
-        No step may be outstanding.
-        """
+        """Capture graphs of steps before requests need them. Returns how many were captured. No
+        step may be in flight."""
         assert self._kv.layers, "the KV cache is released"
         with self._inference_mode:
             return self._backend.executor.warm_up(self)
 
     def after_suspend(self) -> dict[str, int]:
-        """Trim allocators after a release. Returns the device bytes that stay beside KV and
-        weights, by name."""
+        """Return unused allocator memory to the system after a release. Returns the bytes that stay
+        in use besides KV cache and weights, by name."""
         self._backend.memory.trim()
         return {
             **self._backend.executor.num_bytes,
@@ -101,27 +99,26 @@ class ModelRunner:
         }
 
     def after_resume(self) -> int:
-        """Check addresses after memory was released and restored.
-
-        Returns how many captured steps must be captured again.
-        """
+        """Check whether restored memory has other addresses, on any rank; captured steps are then
+        dropped. Returns how many must be captured again."""
         before, self._addresses = self._addresses, self._addresses_now()
         backend, has_moved = self._backend, self._addresses != before
-        # A rank that captures again, alone, would wait in its sums for ranks that replay theirs.
+        # All ranks capture again or none: capturing and replaying ranks would block each other.
         has_moved = any_rank(backend.collectives, has_moved, backend.device)
         return backend.executor.after_resume(has_moved=has_moved)
 
     def _addresses_now(self) -> tuple[int, int]:
-        """Return the addresses of the KV cache and of the weights. Each is one piece of memory."""
+        """Return the addresses of the KV cache and of the weights. Each is one buffer."""
         assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states of the logit rows [L, E], and the tokens' experts if recorded.
+        """Return the hidden states of the logit rows [L, E], and the tokens' experts; None if they
+        are not recorded.
 
-        Writes the KV of its tokens. With `draw`, the step's program: all of it runs on the device.
+        Writes the KV of the step's tokens. `host` has the same arrays as `inputs`, on the host.
         """
         layout = inputs.layout
         token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
@@ -133,8 +130,8 @@ class ModelRunner:
     def draw(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> StepOutput[Tensor]:
-        """Draw the step's samples, each of which becomes its row's last token, and score the
-        others of the rows."""
+        """Sample from the first `num_drawn_logits` rows, and score prompt tokens with the others.
+        Each sampled token becomes its row's last token."""
         layout = inputs.layout
         scores = None
         if layout.score_targets_P.shape[0]:
@@ -163,7 +160,7 @@ class ModelRunner:
         )
 
     def _new_routing(self, token_ids_T: Tensor) -> Tensor:
-        """Return the array into which layers with experts write the experts of each token."""
+        """Return an empty array, into which layers with experts write each token's experts."""
         spec = self._model.spec
         shape = token_ids_T.shape[0], spec.num_moe_layers, spec.experts_per_token
         return token_ids_T.new_empty(shape, dtype=torch.int16)
@@ -171,7 +168,7 @@ class ModelRunner:
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> SampleResult[Tensor]:
-        """Draw the samples. Each becomes its row's last token."""
+        """Draw the step's samples. Writes each as its row's last token and to its history."""
         layout = inputs.layout
         if not hidden_LE.shape[0]:
             no_ids = layout.sample_rows_S
@@ -206,7 +203,7 @@ class ModelRunner:
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:
-    """Return the parameters of the step's draws."""
+    """Return the sampling parameters of the step."""
     layout, flags = inputs.layout, inputs.layout.flags
     return SamplingBatch(
         uniforms_S=inputs.uniforms_S,

@@ -1,7 +1,8 @@
 """Worker: one rank of an engine: its model runner, KV cache and weights.
 
-Executors call it, in rank 0's process directly and elsewhere by messages. Everything that one rank
-does with tensors begins here.
+Made by `rollout.engine.build` and `rollout.tensor_parallel.start`; Follower extends it on ranks
+other than 0. Executors call rank 0's Worker directly and the others' by messages. Suspension names
+the methods that it runs on all ranks. All that one rank does with tensors begins here.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _R = TypeVar("_R")
 class MemoryUse:
     """Bytes of the KV cache and of the weights.
 
-    kv, weights: reserved bytes, 0 while released. *_on_host: host copies that wait for resume.
-    lora_base: host copies of the weights that a LoRA adapter has changed, without the adapter.
+    kv, weights: reserved bytes, 0 while released. *_on_host: host copies kept while suspended.
+    lora_base: host copies of the base values of weights that a LoRA adapter has changed.
     """
 
     kv: int = 0
@@ -51,7 +52,7 @@ class MemoryUse:
 def _on_the_device(
     method: Callable[Concatenate[Worker, _P], _R],
 ) -> Callable[Concatenate[Worker, _P], _R]:
-    """Launch a method's kernels on the engine's device. The calling thread may have another one."""
+    """Decorate a method to run with the engine's device current. The thread may have another."""
 
     @functools.wraps(method)
     def run(self: Worker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -64,9 +65,9 @@ def _on_the_device(
 class Worker:
     """Model runner, KV cache and weights of one rank.
 
-    A WorkerExecutor calls the methods here on every rank of an engine. They take and return values
-    that can be pickled, because other ranks are other processes. `kv` and `weights` are for
-    reading.
+    A WorkerExecutor runs the methods here on every rank of an engine. Other ranks are other
+    processes, so arguments and results must be picklable. Those of `launch`, `stage_weights` and
+    `commit_weights` are not: Follower has commands of its own for them.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Worker:
 
     @property
     def num_graph_captures(self) -> int:
-        """Steps captured so far; 0 where steps run eagerly."""
+        """Number of steps captured so far; 0 where steps run eagerly."""
         return self._runner.num_graph_captures
 
     @_on_the_device
@@ -98,19 +99,19 @@ class Worker:
 
     @_on_the_device
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns how many."""
+        """Capture graphs of steps before requests need them. Returns how many were captured."""
         return self._runner.warm_up()
 
     @_on_the_device
     def after_suspend(self) -> dict[str, int]:
-        """Trim allocators after a release. Returns the bytes that stay beside KV and weights, by
-        name."""
+        """Return unused allocator memory to the system after a release. Returns the bytes that stay
+        in use besides KV cache and weights, by name."""
         return self._runner.after_suspend()
 
     @_on_the_device
     def after_resume(self) -> int:
         """Check captured steps once all memory is restored. Returns how many must be captured
-        again."""
+        again. All ranks must call it: it is a collective."""
         return self._runner.after_resume()
 
     # ---- the KV cache; see KVCache
@@ -146,13 +147,14 @@ class Worker:
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Verify and prepare this rank's part of an update. Any thread may call it. The served
-        weights do not change."""
+        """Verify and prepare this rank's part of an update; see WorkerExecutor.stage_weights. Any
+        thread may call it. The served weights do not change."""
         return self.weights.stage(named_tensors, check, source_checksum)
 
     @_on_the_device
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version`. Returns the bytes written."""
+        """Serve a staged update as `version`; None means the next one. Returns the bytes
+        written."""
         return self.weights.commit(staged, version)
 
     def set_version(self, version: int) -> None:
@@ -161,26 +163,25 @@ class Worker:
 
     @_on_the_device
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
-        """Return this rank's part of the fingerprints of these weights; None: of all."""
+        """Return this rank's part of the fingerprints of the named weights; None means all."""
         return self.weights.fingerprint_share(names)
 
     @_on_the_device
     def release_weights(self, *, discard: bool) -> int:
-        """Release the weights' memory, after a copy to the host unless `discard`. Returns the bytes
-        released."""
+        """Release the weights' memory. The values are copied to the host first, unless `discard`.
+        Returns the bytes released."""
         return self.weights.release(discard=discard)
 
     @_on_the_device
     def restore_weights(self) -> int:
-        """Reserve the weights' memory again and copy their values back. Returns the bytes
-        copied."""
+        """Reserve the weights' memory again and copy kept values back. Returns the bytes copied."""
         return self.weights.restore()
 
     # ---- reports and the end
 
     def num_resident_bytes(self, *, of_weights: bool) -> int:
-        """Return how many bytes of the weights, or of the KV cache, take memory now. A host backs
-        only pages that were written to."""
+        """Return how many bytes of the weights, or else of the KV cache, take physical memory now.
+        On a CPU these are the pages that were written to."""
         return self.weights.num_resident_bytes if of_weights else self.kv.num_resident_bytes
 
     def memory_use(self) -> MemoryUse:
@@ -219,7 +220,7 @@ class Worker:
 
 
 def process_bytes() -> int:
-    """Return the resident bytes of this process; 0 where the system does not report them."""
+    """Return the resident bytes of this process; 0 on systems without /proc."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

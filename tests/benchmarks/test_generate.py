@@ -83,4 +83,4 @@ def test_page_has_every_contestant_and_no_host_name(folder: Path, written: dict[
 def test_arguments_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--rounds", "0"])
-    assert "--rounds 0 must be at least 1" in capsys.readouterr().err
+    assert "--rounds: 0 must be at least 1" in capsys.readouterr().err

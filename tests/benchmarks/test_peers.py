@@ -243,7 +243,7 @@ def test_models_have_the_sizes_of_their_names_and_room_for_the_prefill() -> None
 def test_arguments_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["--threads", "0"])
-    assert "--threads 0 must be at least 1" in capsys.readouterr().err
+    assert "--threads: 0 must be at least 1" in capsys.readouterr().err
     assert parse_arguments(["--small"]).models == ["small"]
 
 

@@ -150,4 +150,4 @@ def test_file_to_merge_that_is_not_there_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--merge", str(tmp_path / "none.json")])
-    assert "none.json is no file" in capsys.readouterr().err
+    assert "none.json is not a file" in capsys.readouterr().err

@@ -185,7 +185,7 @@ SCALES = f"{Q_PROJ}_scale_inv"
     ("edit", "message"),
     [
         (lambda t: t.pop(SCALES), rf"'{Q_PROJ}' has dtype torch.float8_e4m3fn, but its scales"),
-        (lambda t: t.pop(Q_PROJ), rf"'{SCALES}' are scales of a tensor that is missing"),
+        (lambda t: t.pop(Q_PROJ), rf"'{SCALES}' has scales for '{Q_PROJ}', which is missing"),
         (lambda t: t.update({Q_PROJ: torch.ones(256, 128)}), f"'{Q_PROJ}' has scales, but .*32"),
         (lambda t: t.update({SCALES: torch.ones(1, 2)}), r"have shape \[1, 2\] .* needs \[2, 1\]"),
         (lambda t: t.update({SCALES: torch.ones(2, 1).int()}), "torch.int32.* floating"),
@@ -289,7 +289,7 @@ def test_mxfp4_model_generates_as_transformers_and_is_saved_without_quantization
 def test_mxfp4_experts_without_scales_are_refused_by_name(gpt_oss: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj"
     edit_tensors(gpt_oss, lambda tensors: tensors.pop(f"{name}_scales"))
-    with pytest.raises(ModelError, match=f"'{name}_blocks' is there, but '{name}_scales'"):
+    with pytest.raises(ModelError, match=f"'{name}_scales' is missing beside '{name}_blocks'"):
         build_model(gpt_oss)
 
 
@@ -315,8 +315,8 @@ def test_mxfp4_values_equal_those_of_transformers(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"e_scales": None}, "'e_blocks' is there, but 'e_scales' is missing"),
-        ({"e_blocks": None}, "'e_scales' is there, but 'e_blocks' is missing"),
+        ({"e_scales": None}, "'e_scales' is missing beside 'e_blocks'"),
+        ({"e_blocks": None}, "'e_blocks' is missing beside 'e_scales'"),
         ({"e": torch.ones(1)}, "'e' comes twice"),
         ({"e_scales": torch.ones(2, 3, 4)}, "scales of 'e_blocks' have dtype torch.float32"),
         ({"e_blocks": torch.zeros(2, 3, 4, 8).byte()}, r"'e_blocks' has shape \[2, 3, 4, 8\]"),

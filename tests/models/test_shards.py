@@ -270,7 +270,7 @@ def test_part_of_another_rank_is_refused_by_local_and_prepare() -> None:
     part = build_model(spec.local(1, 2))
     with pytest.raises(ModelError, match=r"built for rank 1 of 2, but its backend is rank 0 of 1"):
         part.prepare(cpu_backend("device"))
-    with pytest.raises(ModelError, match="rank 1 of 2 keeps parts of the weights only"):
+    with pytest.raises(ModelError, match="rank 1 of 2 keeps only parts of the weights"):
         part.read_weights()
     with pytest.raises(ModelError, match="shard"):
         part.spec.to_hf_config()

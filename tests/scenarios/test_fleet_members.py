@@ -174,7 +174,7 @@ def test_an_engine_gets_no_work_before_it_has_the_very_weights_that_were_committ
         checksum = await update(llm, version)
         load = Load(llm, width=6, num_tokens=20, rest_s=0.1)
         with engine_child(llm.address, directory(), CONFIG, "gets other weights") as child:
-            assert "the tensors that came have the checksum" in await child.word("warned")
+            assert "the tensors that arrived have the checksum" in await child.word("warned")
             await load.more(6)
             assert len(await served(llm)) == 2
             os.kill(child.process.pid or 0, signal.SIGUSR1)

@@ -143,6 +143,13 @@ def test_return_weight_versions_and_return_provenance(served: Served) -> None:
     assert not {"weight_versions", "weights_version", "policy_staleness"} & set(plain)
 
 
+def test_skip_special_tokens_changes_nothing_without_a_tokenizer(served: Served) -> None:
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "skip_special_tokens": False}
+    answer = served.post("/v1/completions", body)
+    assert answer.status == 200, answer.body
+    assert answer.json()["choices"][0]["text"] == ""
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -59,10 +59,13 @@ def test_formatted_prompts_leave_text_that_a_template_has_rendered() -> None:
     assert isinstance(item.prompt, RenderedText)
 
 
-def test_formatted_prompts_name_the_row_that_the_template_refuses() -> None:
+def test_formatted_prompts_name_the_row_that_the_template_refuses(tmp_path: Path) -> None:
     class Refusing(Template):
         def apply_chat_template(self, messages: Any, **options: Any) -> str:
             raise ValueError("no such role")
 
-    with pytest.raises(ConfigError, match=r"row 1 of FormattedPrompts.*no such role"):
+    with pytest.raises(ConfigError, match=r"row 1 of the prompts.*no such role"):
         FormattedPrompts([[1], "x"], ChatFormat(Refusing()))[1]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl, line 1.*no such role"):
+        FormattedPrompts(JsonlPrompts(tmp_path / "rows.jsonl"), ChatFormat(Refusing()))[0]

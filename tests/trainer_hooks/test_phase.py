@@ -8,7 +8,7 @@ import torch
 from rollout import LLM, SamplingParams
 from rollout.config import KVCacheManagementMode
 from rollout.control.state import EngineState
-from rollout.errors import ConfigError, WeightUpdateError
+from rollout.errors import ConfigError, EngineStateError, WeightUpdateError
 from rollout.testing import FakeAsyncLLM
 from tests.tiny_models import tiny_model
 from tests.trainer_hooks.fakes import FakeLLM, fake_async_llm
@@ -21,7 +21,7 @@ WEIGHTS = {"w": torch.ones(2)}
 @pytest.mark.parametrize(
     ("before", "entry"),
     [
-        (SUSPENDED, ["update_weights", "resume", "unpause"]),
+        (SUSPENDED, ["resume", "update_weights", "unpause"]),
         (PAUSED, ["update_weights", "unpause"]),
         (RUNNING, ["pause", "update_weights", "unpause"]),
     ],
@@ -58,16 +58,15 @@ def test_generation_phase_restores_released_weights_before_the_push(
     release: tuple[str, ...],
 ) -> None:
     llm = FakeLLM(SUSPENDED, released=release)
-    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, release=release) as phase:
+    # What the phase itself releases at its end may differ from what was released before it.
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, release=("kv_cache",)) as phase:
         assert llm.state is RUNNING
         assert not llm.released
-    entry = {
-        ("kv_cache", "weights"): ["resume weights", "update_weights", "resume", "unpause"],
-        ("weights",): ["resume", "update_weights", "unpause"],
-        ("kv_cache",): ["update_weights", "resume", "unpause"],
-    }[release]
+    entry = ["resume weights", "update_weights", "resume", "unpause"]
+    if "kv_cache" not in release:
+        entry = ["resume", "update_weights", "unpause"]
     assert llm.calls == [*entry, "pause", "suspend"]
-    assert llm.released == {*release}
+    assert llm.released == {"kv_cache"}
     assert phase.resume_report is not None
     assert phase.resume_report.restored_by_owner == dict.fromkeys(release, 1)
 
@@ -226,3 +225,14 @@ def test_generation_phase_ends_with_the_requested_suspend() -> None:
     with generation_phase(llm, mode=KVCacheManagementMode.OFFLOAD, release=["weights"]):
         pass
     assert llm.suspended_with == (KVCacheManagementMode.OFFLOAD, ("weights",))
+
+
+def test_generation_phase_with_discard_weights_needs_a_push_before_the_next_block() -> None:
+    llm = FakeLLM()
+    both = ("kv_cache", "weights")
+    with generation_phase(llm, release=both, discard_weights=True):
+        pass
+    with pytest.raises(EngineStateError), generation_phase(llm, release=both):
+        pass
+    with generation_phase(llm, InProcessWeightSync(llm), WEIGHTS, release=both):
+        assert llm.state is EngineState.RUNNING

@@ -55,6 +55,12 @@ def test_verl_refuses_lengths_that_do_not_fit() -> None:
         forms.from_verl(batch, torch.ones(2, 8))
 
 
+def test_from_verl_gives_a_row_without_tokens_no_routing() -> None:
+    routing = forms.from_verl(batch_of([3, 3]), torch.tensor([[0, 0, 0], [0, 1, 1]]))
+    assert routing.shape == (2, 2, NUM_LAYERS, TOP_K)
+    assert bool((routing[0] == -1).all())
+
+
 @pytest.mark.parametrize("num_experts", [8, NUM_EXPERTS])
 def test_forms_of_one_sample_there_and_back(num_experts: int) -> None:
     routing = routing_of(7, num_experts=num_experts)

@@ -465,3 +465,53 @@ def test_update_weights_of_released_weights_is_refused(discard: bool) -> None:
     ):
         with pytest.raises(EngineStateError, match=r"released; resume\(only='weights'\) first"):
             command()
+
+
+def discarded() -> DynamicInferenceEngine:
+    """A paused engine whose weights' memory is there, without values."""
+    engine = tiny_engine(old_model())
+    engine.pause()
+    engine.suspend(release=("kv_cache", "weights"), discard_weights=True)
+    engine.resume()
+    return engine
+
+
+def test_update_weights_after_discard_writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("a packed copy or a backup was made")
+
+    engine = discarded()
+    monkeypatch.setattr(CpuOps, "stage", refused)
+    monkeypatch.setattr(WeightBackup, "__init__", refused)
+    engine.update_weights(new_weights())
+    engine.unpause()
+    expected = tiny_engine(old_model())
+    monkeypatch.undo()
+    expected.update_weights(new_weights(), in_flight=True)
+    assert engine.weights_checksum() == expected.weights_checksum()
+    prompts = [(prompt_of(length), PARAMS) for length in (*LENGTHS, LATER_LENGTH)]
+    tokens = [request.generated_tokens for request in generate_all(engine, prompts)]
+    assert tokens == [request.generated_tokens for request in generate_all(expected, prompts)]
+
+
+def test_commit_that_fails_after_discard_leaves_the_values_missing() -> None:
+    engine = discarded()
+    with pytest.raises(WeightUpdateError, match="boom"):
+        engine.update_weights(failing(NORM, "copy_", RuntimeError("boom"))(new_weights()))
+    assert engine.weights_version == 0
+    with pytest.raises(EngineStateError, match="commit a full update first"):
+        engine.unpause()
+    engine.update_weights(new_weights())
+    engine.unpause()
+    expected = tiny_engine(old_model())
+    expected.update_weights(new_weights(), in_flight=True)
+    assert engine.weights_checksum() == expected.weights_checksum()
+
+
+def test_commit_of_weights_staged_after_discard_is_refused_after_another_update() -> None:
+    engine = discarded()
+    staged = engine.stage_weights(new_weights())
+    engine.update_weights(dict(old_model().named_parameters()))
+    with pytest.raises(WeightUpdateError, match="stage it again"):
+        engine.commit_weights(staged)
+    assert engine.weights_checksum() == tiny_engine(old_model()).weights_checksum()

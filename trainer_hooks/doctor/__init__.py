@@ -1,7 +1,8 @@
-"""The doctor: why the log-probs of trainer and engine differ, and how to remedy it.
+"""The doctor: finds out why the log-probs of trainer and engine differ, and names a remedy.
 
 `diagnose` examines a batch and `report` formats the diagnosis. `save_rollouts` and `load_rollouts`
-keep a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run.
+keep a batch in a file. `python -m trainer_hooks.doctor` examines the files of a run. Users call
+these functions; `trainer_hooks.train.main` uses BatchFiles.
 """
 
 from trainer_hooks.doctor.command import BatchFiles, SavedRollouts, load_rollouts, save_rollouts

@@ -1,4 +1,6 @@
-"""Causes between tokens and columns: shifts, positions, padding, dropout. Used by `diagnose`.
+"""Hypotheses that a log-prob was computed at a wrong position, over padding or with dropout.
+
+Used by `trainer_hooks.doctor.diagnosis`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -22,7 +24,7 @@ _SHIFT_REMEDY = (
 
 
 def shift_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypotheses that log-probs stand one column too late, and one too early."""
+    """Yield two hypotheses: the log-probs stand one column too late, and one too early."""
     tokens = case.tokens
     for shift, word in ((1, "late"), (-1, "early")):
         columns_N = tokens.column_N - shift  # the column to which this log-prob belongs
@@ -50,7 +52,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def padding_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield hypotheses of faulty passes over padded or packed rows."""
+    """Yield hypotheses of faulty passes over padded rows (of unequal lengths) or packed rows."""
     tokens, model = case.tokens, case.trainer_model
     lengths = [len(row) for row in tokens.rows]
     width = max(lengths)
@@ -111,7 +113,7 @@ def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis of dropout, if two passes of a model in training mode differ."""
+    """Yield the hypothesis of dropout, if `model` is in training mode and two passes differ."""
     if not model.training:
         return
     first_N, second_N = (
@@ -134,7 +136,7 @@ def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
 
 
 def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Return the logits of a row whose position ids were made for padding on the left."""
+    """Return the logits [T, V] of a row whose position ids were made for padding on the left."""
     tokens_T = tokens.rows[row]
     mask_T = torch.ones_like(tokens_T)
     positions_T = _left_padded_positions(len(tokens_T), width)
@@ -144,8 +146,8 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """Return the logits of `_right_padded` without an attention mask: transformers treats the jump
-    in the position ids as a new sequence.
+    """Return the logits of `_right_padded` without an attention mask, for which transformers starts
+    a new sequence where the position ids jump.
     """
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)
@@ -157,15 +159,14 @@ def _left_padded_positions(length: int, width: int) -> Tensor:
 
 
 def _over_left_padding(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
+    """Return the logits [T, V] of a row that attends to padding on its left."""
     tokens_T = tokens.rows[row]
     padding = torch.zeros(width - len(tokens_T), dtype=torch.int64)
     return row_logits(model, torch.cat([padding, tokens_T]))[len(padding) :]
 
 
 def _packed(case: Case) -> Tensor:
-    """Return the logits [N, V] of all rows in one sequence, in which each row attends to earlier
-    rows.
-    """
+    """Return the logits [N, V] of one pass in which each row attends to the rows before it."""
     tokens = case.tokens
     lengths = torch.tensor([len(row) for row in tokens.rows])
     starts = lengths.cumsum(0) - lengths

@@ -1,7 +1,7 @@
 """The program `python -m trainer_hooks.doctor`, and the files of batches that it reads.
 
-It examines a saved batch, or the newest batch of a run. `rollout train` writes the files through
-BatchFiles; GuardedStep saves the batches of skipped steps by `save_rollouts`.
+It examines a saved batch, or the newest batch of a run. `trainer_hooks.train.main` writes such
+files through BatchFiles, `trainer_hooks.update.guarded_step` and users by `save_rollouts`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _USAGE_ERROR = 2  # argparse's own
 class RunFiles:
     """The files of a run that a diagnosis needs.
 
-    `model`: the checkpoint that sampled `batch`, None if it was deleted; `older`: earlier
-    checkpoints by version.
+    `model`: the checkpoint whose weights sampled `batch`; None if it was deleted. `older`: earlier
+    checkpoints by weights version.
     """
 
     batch: Path
@@ -49,8 +49,10 @@ class RunFiles:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the diagnosis. Returns 0 if sound, 1 for a finding, 2 for bad usage, 3 if
-    inconclusive.
+    """Print the diagnosis and, with --json, write it to a file.
+
+    Returns 0 if sound, 1 for a finding, 2 for unfit files, 3 if inconclusive. Bad arguments exit
+    with status 2.
     """
     given = _parser().parse_args(arguments)
     with extra_needed("train", "the doctor"):
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine_files(given: argparse.Namespace) -> Diagnosis:
-    """Return the diagnosis of the files on the command line. Raises ConfigError for unfit files."""
+    """Return the diagnosis of the files in the arguments. Raises ConfigError for unfit files."""
     older = dict(_version_and_path(pair) for pair in given.older)
     path, model_path = given.path, given.model
     if path.is_dir():
@@ -95,7 +97,7 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
 
 
 def files_of_run(directory: Path) -> RunFiles:
-    """Return the newest batch of a run whose checkpoint still exists, else the newest batch.
+    """Return the files of a run's newest batch that still has its checkpoint, else of the newest.
 
     Raises ConfigError for a run without batches.
     """
@@ -170,9 +172,10 @@ _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SavedRollouts:
-    """The contents of a file of `save_rollouts`. `sources`: one per row; None if none were given.
+    """The contents of a file of `save_rollouts`.
 
-    `weights_version`: version of the weights that belong to the file.
+    `sources`: one rollout for each row of `batch`; None if none were saved. `weights_version`:
+    version of the weights with which to examine the batch. `temperature`: the trainer's.
     """
 
     batch: RolloutBatch
@@ -188,11 +191,10 @@ def save_rollouts(
     temperature: float = 1.0,
     weights_version: int | None = None,
 ) -> None:
-    """Write the batch, the rollouts that it was collated from and the trainer's temperature to
-    `path`.
+    """Write the batch, its rollouts `sources` and the trainer's temperature to `path`.
 
-    `weights_version`: version of the weights that will be available later; None takes the batch's
-    `train_version`. The file is written whole or not at all. Creates its directory.
+    `weights_version`: version of the weights with which to examine the batch later; None takes the
+    batch's `train_version`. The file is written whole or not at all. Creates its directory.
     """
     saved = {
         "format": _FORMAT,
@@ -224,11 +226,11 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
 
 
 class BatchFiles:
-    """Saves one batch per checkpoint of a run: the first batch that mostly the checkpoint's weights
-    sampled.
+    """Saves one batch for each checkpoint of a run: the first batch of which the checkpoint's
+    weights sampled at least half, if there is one before the next checkpoint.
 
-    Files are named after the checkpoint's step, in the directory `batches`. As many are kept as
-    `save_checkpoint` keeps checkpoints.
+    A file is named after the checkpoint's step, in the run's directory `batches`. The newest
+    NUM_KEPT files are kept. `checkpoint_interval`: training steps between two checkpoints.
     """
 
     def __init__(self, directory: Path, temperature: float, checkpoint_interval: int) -> None:
@@ -237,7 +239,7 @@ class BatchFiles:
         self._wanted: tuple[int, int] | None = None  # a checkpoint's step and version
 
     def log(self, step: int, batch: TrainingBatch) -> None:
-        """Save the batch that was trained on in `step`, if a checkpoint still needs one."""
+        """Save the batch of training step `step`, from 1, if the last checkpoint needs a batch."""
         if (step - 1) % self._interval == 0:
             self._wanted = step - 1, batch.version
         if self._wanted is None:
@@ -256,7 +258,7 @@ class BatchFiles:
 
 
 def step_of(path: Path) -> int:
-    """Return the training step in a name such as step_000007.pt."""
+    """Return the training step in a name such as step_000007.pt or step_000007."""
     return int(path.stem.removeprefix("step_"))
 
 

@@ -1,7 +1,7 @@
 """diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
 
 It checks facts of the batch, then tests hypotheses about the gap. It changes neither batch nor
-models. Used by `python -m trainer_hooks.doctor` and by users.
+models. Used by `trainer_hooks.doctor.command` and by users.
 
 Shape letters: B rows, T positions, N tokens.
 """
@@ -50,9 +50,10 @@ Verdict = Literal["sound", "fault", "inconclusive"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fault. `share`: part of the squared gap that it explains; None if that was not measured.
+    """One fault, with the side that has it, evidence and remedy.
 
-    `is_whole`: True if only rounding remains of the gap.
+    `share`: part of the squared gap that the fault explains; None if that was not measured.
+    `is_whole`: whether the fault explains the gap up to rounding.
     """
 
     name: str
@@ -67,9 +68,12 @@ class Finding:
 class Diagnosis:
     """The result of `diagnose`. Gaps are in nats, as root mean squares over tokens.
 
-    `attributions`: shares of the squared gap between the log-probs of the trainer's weights and the
-    behaviour log-probs, by cause, as `shares_of` computes them. `explanations`: all hypotheses that
-    were tested, the best first. Tables are rows as dictionaries.
+    `attributions`: shares of the squared gap by cause, from `shares_of`.
+    `explanations`: all tested hypotheses, the best first; the engine's before the trainer's.
+    `num_known_tokens`: examined tokens whose reference log-prob is known.
+    `gap_rms`: from the log-probs of the trainer's weights to the behaviour log-probs.
+    `unexplained_rms`: the same gap of known tokens, to the weights and KV stamped on each.
+    The tables hold one dictionary for each row.
     """
 
     verdict: Verdict
@@ -86,7 +90,7 @@ class Diagnosis:
     token_table: Sequence[Mapping[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole diagnosis as values for json.dumps."""
+        """Return the whole diagnosis as a dictionary for json.dumps."""
         return asdict(self)
 
 
@@ -107,23 +111,25 @@ def diagnose(
 ) -> Diagnosis:
     """Recompute the log-probs of `batch` and explain their gap to the batch's own log-probs.
 
-    `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode in
-    which the trainer computes log-probs. It is copied in float32 and float64 and not changed.
+    `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode (eval
+    or train) in which the trainer computes log-probs. It is copied and not changed.
     `sources`: all the rollouts that `collate_rollouts` made the batch from, with sampling
-    parameters, exact version stamps and prefix hits. `older_models`: models with older weights, by
-    version; without them, tokens sampled by those versions are not examined.
-    `temperature`: the divisor of the trainer's logits. `logprobs_mode`: the meaning of the
-    behaviour log-probs, as in `collate_rollouts`.
+    parameters, exact version stamps and prefix hits.
+    `older_models`: models with older weights, by version. Tokens that a version sampled are
+    compared only if its model is given.
+    `temperature`: the divisor of the trainer's logits.
+    `logprobs_mode`: the meaning of the behaviour log-probs, as in `collate_rollouts`.
     `trainer_logprobs_BT`: log-probs that the trainer itself computed for the batch, with padding,
-    packing and autocast; they are examined like the engine's. `prompt_ids`: the trainer's own
-    rendering of each row's prompt. `end_ids`: ids after which nothing may be generated.
+    packing and autocast. They are examined like the engine's.
+    `prompt_ids`: the trainer's own rendering of each row's prompt.
+    `end_ids`: ids after which nothing may be generated.
     `engine_dtype`: dtype of the engine's computation; None takes the dtype of `model`.
-    `max_tokens`: most tokens to examine, in rows evenly spread over the batch; their logits are
-    held in memory.
+    `max_tokens`: most tokens to examine, in rows evenly spread over the batch, but at least one
+    row. Their logits are held in memory.
 
-    Costs a forward pass per row and model, one in float64 and, if there is a fault, one per
-    hypothesis. Raises ConfigError for a batch without trained tokens, and for inputs that do not
-    fit its rows.
+    Makes some forward passes over each row, and if there is a fault more for each hypothesis.
+    Raises ConfigError for a batch without trained tokens, for a token id outside the model's
+    vocabulary, and for inputs that do not fit the batch's rows.
     """
     turns_of_all = None if sources is None else turns_of_rows(sources)
     check_rows(batch, turns_of_all, prompt_ids, trainer_logprobs_BT)
@@ -162,7 +168,7 @@ def engine_case(
     dtype: torch.dtype | None,
     model: nn.Module,
 ) -> Case:
-    """Return the engine's case: the behaviour log-probs beside their reference.
+    """Return the engine's case: the batch's behaviour log-probs and the reference for them.
 
     `dtype`: dtype of the engine's computation; None takes the dtype of `model`.
     """
@@ -182,7 +188,7 @@ def engine_case(
 
 
 def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
-    """Return the trainer's case: its own log-probs of the examined rows beside their reference."""
+    """Return the trainer's case: its own log-probs, with those of its weights as reference."""
     reference, tokens = engine.reference, engine.tokens
     return replace(
         engine,
@@ -224,7 +230,7 @@ def rounding_in(
 ) -> Tolerance:
     """Return the gap that rounding explains if one side computes in `dtype`.
 
-    Measured on these tokens, against the trained weights in float64.
+    It is measured on these tokens, by the trained weights in `dtype` and in float64.
     """
     trainer = models[tokens.train_version]
     logprobs_N = reference.trainer_N
@@ -240,8 +246,8 @@ def rounding_in(
 def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
     """Test all hypotheses about the case. Returns their explanations, the best first.
 
-    Tests none if rounding explains the gap, or if no token's weights are known. `model`: the
-    trainer's own model, for causes on the trainer's side.
+    Tests none if rounding explains the gap, or if no token's weights are known.
+    `model`: the trainer's own model, to test for dropout; None leaves that test out.
     """
     if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
         return []
@@ -270,9 +276,9 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
 
 
 def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
-    """Return the main cause as a finding; "unexplained" if the best explains too little.
+    """Return a list with the main cause as a finding; "unexplained" if none explains enough.
 
-    Returns [] if rounding explains the gap.
+    Returns [] if rounding explains the gap. `explanations`: the best first.
     """
     if case.tolerance.covers(case.gap_N):
         return []
@@ -318,7 +324,7 @@ def finding_of_fact(fact: Fact) -> Finding:
 def diagnosis_of(
     case: Case, findings: Sequence[Finding], explanations: Sequence[Explanation]
 ) -> Diagnosis:
-    """Return the diagnosis with its tables and shares. `case`: the engine's."""
+    """Return the diagnosis with its tables and shares. `case`: the engine's case."""
     reference, tokens = case.reference, case.tokens
     num_known = int(reference.is_known_N.sum())
     verdict: Verdict = "fault" if findings else "sound" if num_known else "inconclusive"
@@ -341,11 +347,11 @@ def diagnosis_of(
 def shares_of(case: Case, findings: Sequence[Finding]) -> dict[str, float]:
     """Split the squared gap between trainer and behaviour log-probs into shares by cause.
 
-    `policy_lag` and `kv_lag` follow from the version stamps: the gap shrinks by them as the trained
-    weights are replaced by the weights that sampled each token, and then their KV by the KV of the
-    stamped versions. What remains is `rounding`, or the engine's findings and `unexplained`.
-    `unknown` is the gap of tokens whose weights were not given. A share below 0 means that its
-    step increased the gap.
+    `policy_lag`: the decrease when each token's log-prob is computed by the weights that sampled
+    it. `kv_lag`: the further decrease when these attend to KV of the stamped versions. The rest is
+    `rounding`, or the engine's findings and `unexplained`. `unknown`: the part of tokens whose
+    weights were not given. A share below 0 means that its step increased the gap.
+    Returns the shares other than 0, the largest first; {} if there is no gap.
     """
     reference, known = case.reference, case.reference.is_known_N
     behaviour_N = case.tokens.behaviour_N
@@ -383,7 +389,7 @@ Row = dict[str, Any]
 
 
 def by_lag(case: Case) -> list[Row]:
-    """Return a row for each policy lag and KV lag; KV lags are rounded to halves of a version."""
+    """Return a table row for each pair of policy lag and KV lag, rounded to half a version."""
     tokens = case.tokens
     policy_N = tokens.train_version - tokens.version_N
     kv_N = ((tokens.version_N - tokens.kv_version_N) * 2.0).round() / 2.0
@@ -395,7 +401,7 @@ def by_lag(case: Case) -> list[Row]:
 
 
 def by_place(case: Case) -> list[Row]:
-    """Return a row for each kind of place in a rollout (see `places`) that has tokens."""
+    """Return a table row for each kind of place in a rollout (see `places`) that has tokens."""
     found = {name: is_there_N for name, (is_there_N, _, _) in places(case).items()}
     return [
         {"place": name, **_summary(case, is_there_N)}
@@ -405,7 +411,7 @@ def by_place(case: Case) -> list[Row]:
 
 
 def by_token(case: Case) -> list[Row]:
-    """Return a row for each token, the largest gap to the stamped weights first."""
+    """Return a table row for each token, the largest known gap to the stamped weights first."""
     tokens, reference = case.tokens, case.reference
     gap_N = case.gap_N.abs()
     order = torch.where(reference.is_known_N, gap_N, -1.0).argsort(descending=True, stable=True)
@@ -425,8 +431,8 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """Return the number of the tokens in `is_own_N`, and their gaps to the trainer's and to the
-    stamped weights.
+    """Return the number of tokens in `is_own_N`, and their gaps to the trainer's and to the stamped
+    weights, None where these are unknown.
     """
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]

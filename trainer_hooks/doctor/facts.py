@@ -1,7 +1,8 @@
 """Faults that can be read off a batch, its requests and its drawn tokens, without testing
 hypotheses.
 
-Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by `diagnose`.
+Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by
+`trainer_hooks.doctor.diagnosis`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -31,9 +32,9 @@ from trainer_hooks.doctor.tokens import ExaminedTokens, Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A fault that was read off. `num_rows`: number of affected rows.
+    """A fault of the batch, with its evidence and remedy, in `num_rows` rows.
 
-    `hides_logprobs`: the batch's log-probs do not belong to its tokens, so they are not examined.
+    `hides_logprobs`: the log-probs do not belong to the batch's tokens, so they are not examined.
     """
 
     name: str
@@ -49,7 +50,11 @@ def facts_of(
     prompt_ids: Sequence[Sequence[int]] | None,
     end_ids: Sequence[int],
 ) -> Iterator[Fact]:
-    """Yield all faults of the batch, its requests and the trainer's own prompts."""
+    """Yield faults of the batch's masks and tokens.
+
+    `turns`: each row's requests, and `prompt_ids`: the trainer's own prompts, to compare with. None
+    leaves the comparison out.
+    """
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))
     yield from others
@@ -70,7 +75,7 @@ def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
 
 
 def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterator[Fact]:
-    """Yield a fact if masks do not cover exactly the generated tokens."""
+    """Yield a fact if the masks of trained rows do not cover exactly the generated tokens."""
     wanted_BT = _generated(batch, turns)
     differs_B = (batch.mask_BT != wanted_BT).any(1) & batch.mask_BT.any(1)
     if not bool(differs_B.any()):
@@ -97,7 +102,7 @@ def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterato
 
 
 def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
-    """Yield a fact if tokens were generated after an end token."""
+    """Yield a fact if a token right after an end token is trained on."""
     if not end_ids:
         return
     is_end_BT = torch.isin(batch.tokens_BT, torch.tensor(list(end_ids))) & batch.mask_BT
@@ -118,7 +123,7 @@ def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
 
 
 def other_tokens(batch: RolloutBatch, turns: Sequence[Turns]) -> Iterator[Fact]:
-    """Yield facts for rows whose tokens differ from the engine's."""
+    """Yield a fact for prompts that differ from the engine's, and one for completions that do."""
     found: dict[str, list[str]] = {"template_drift": [], "retokenised": []}
     for row, own in enumerate(turns):
         last = own[-1]
@@ -172,8 +177,10 @@ def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
 
 
 def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
-    """Return where tokens were generated, bool [B, T]; without requests, from the batch's
-    lengths.
+    """Return where tokens were generated, bool [B, T].
+
+    Without requests the batch's lengths decide. In a row of several turns they show only the first
+    generated column; the mask is believed from there on.
     """
     columns = torch.arange(batch.tokens_BT.shape[1])
     starts_B1 = batch.prompt_lengths_B[:, None]
@@ -204,13 +211,14 @@ def _at(tokens: Sequence[int], position: int) -> str:
 # The probability that a test of the draws reports a sound batch. One in a million is rare even in
 # a run of many batches; each test divides it among the alternatives that it tries.
 FALSE_ALARM = 1e-6
-# The powers of the honest distribution that `unlikely_draws` compares it with: flatter and sharper.
+# `unlikely_draws` compares p with p^k for these k: flatter below 1, sharper above.
 _POWERS = (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 
 
 def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """Yield declared reshaping of the draws, else evidence of undeclared reshaping in the drawn
-    tokens.
+    """Yield a fact if the tokens were drawn from another distribution than their log-probs.
+
+    The requests may declare this. If none does, the drawn tokens are tested for signs of it.
     """
     declared = [params for params in declared_params(tokens) if reshaping_text(params)]
     if declared:
@@ -232,7 +240,7 @@ def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Itera
     """Yield a fact if no token was drawn that some truncation would drop, although one was
     expected.
 
-    Under honest draws all N tokens fall into the kept set with probability prod(mass).
+    Without truncation all N tokens fall into the kept set with probability prod(kept mass).
     """
     known = reference.is_known_N
     levels = truncation_levels(reference.logits_NV.shape[1])
@@ -256,11 +264,11 @@ def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Itera
 def unlikely_draws(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
     """Yield a fact if a flatter or sharper distribution explains the drawn tokens much better.
 
-    The likelihood of draws from p^k / sum p^k over that of draws from p has mean 1 under p, for any
-    context, and so has its average over `_POWERS`. By Markov's inequality it exceeds 1 /
-    FALSE_ALARM with a probability of at most FALSE_ALARM, however few the tokens and however peaked
-    p. A normal approximation would be wrong by orders of magnitude for a policy that is nearly sure
-    of each token.
+    The test is the ratio of two likelihoods of the draws: by p^k / sum p^k and by p. It has mean 1
+    under p in any context, and so has its average over `_POWERS`. By Markov's inequality the
+    average exceeds 1 / FALSE_ALARM with a probability of at most FALSE_ALARM, for any p and any
+    number of tokens. A normal approximation would be wrong by orders of magnitude for a policy
+    that is nearly sure of each token.
     """
     known = reference.is_known_N
     log_p_NV = (reference.logits_NV[known] / reference.temperature).log_softmax(1).clamp(min=-1e4)

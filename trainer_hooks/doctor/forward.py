@@ -1,8 +1,10 @@
-"""Forward passes of a trainer's model over single rows, without cache and padding, in float32.
+"""Forward passes of a trainer's model over single rows without padding, and copies of the model.
 
-Used by `diagnose`, `reference_of` and the modules *_causes. The given models are not changed.
+Used by `trainer_hooks.doctor.diagnosis`, `trainer_hooks.doctor.reference` and the modules of
+hypotheses: alignment_causes, sampling_causes, weight_causes. Weights are not changed; `head_in` and
+`head_of_embeddings` hook a model's head during a block.
 
-Shape letters: T positions of a row, V vocabulary, C columns that are wanted, N tokens.
+Shape letters: T positions of a row, V vocabulary, C examined columns of a row, N tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from trainer_hooks.doctor.tokens import ExaminedTokens
 
 
 def evaluation_copy(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a copy of `model` with weights in `dtype` and without dropout.
+    """Return a copy of `model` in eval mode, with weights in `dtype`.
 
-    Buffers, such as the frequencies of a rotary embedding, keep their precision.
+    Buffers, such as the frequencies of a rotary embedding, keep their dtype.
     """
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     for parameter in copied.parameters():
@@ -36,7 +38,7 @@ def row_logits(
     position_ids_T: Tensor | None = None,
     attention_mask_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the logits of one row from one pass, [T, V], in the model's dtype."""
+    """Return the logits [T, V] of one row, from one pass without a cache, in the model's dtype."""
     given = {"position_ids": position_ids_T, "attention_mask": attention_mask_T}
     options = {name: _batched(model, value) for name, value in given.items() if value is not None}
     logits: Tensor = model(input_ids=_batched(model, tokens_T), use_cache=False, **options).logits[
@@ -51,8 +53,8 @@ def replayed_logits(
 ) -> Tensor:
     """Return the logits [T, V] of a row whose KV was written by several versions of the weights.
 
-    Position t is computed by `models[kv_versions_T[t]]` over the KV of earlier positions, as by an
-    engine that keeps its KV through updates.
+    `models[kv_versions_T[t]]` computes position t over the KV of earlier positions, as in an engine
+    that keeps its KV through weight updates.
     """
     from transformers import DynamicCache
 
@@ -72,9 +74,10 @@ def replayed_logits(
 
 @contextmanager
 def head_in(model: nn.Module, dtype: torch.dtype, *, rounds_logits: bool) -> Iterator[None]:
-    """Make the language-model head of `model` compute in `dtype` during the block.
+    """Make the language-model head of `model` round its inputs and weights to `dtype` in the block.
 
-    `rounds_logits`: round the logits to `dtype` as well; otherwise products are summed in float32.
+    Products are summed in the model's own dtype.
+    `rounds_logits`: whether the logits are rounded to `dtype`, too.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
 
@@ -94,7 +97,7 @@ def head_in(model: nn.Module, dtype: torch.dtype, *, rounds_logits: bool) -> Ite
 
 @contextmanager
 def head_of_embeddings(model: nn.Module) -> Iterator[None]:
-    """Make the head of `model` use the input embeddings' matrix during the block, as if tied."""
+    """Make the head of `model` use the input embeddings in the block, as if tied to them."""
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
     hook = model.get_output_embeddings().register_forward_hook(  # type: ignore[operator]
         lambda module, inputs, output: nn.functional.linear(inputs[0], weight)
@@ -110,7 +113,7 @@ def _batched(model: nn.Module, values_T: Tensor) -> Tensor:
 
 
 def chosen_logprobs(logits_NV: Tensor, id_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log_softmax(logits / temperature) of each token, float64 [N]."""
+    """Return log_softmax(logits / temperature) of each token as float64 [N]."""
     scaled_NV = logits_NV if temperature == 1.0 else logits_NV / temperature
     chosen_N = scaled_NV.gather(1, id_N[:, None]).squeeze(1)
     return (chosen_N - scaled_NV.logsumexp(dim=1)).double()
@@ -122,7 +125,7 @@ def model_logits(model: nn.Module, tokens: ExaminedTokens) -> Tensor:
 
 
 def model_logprobs(model: nn.Module, tokens: ExaminedTokens, temperature: float) -> Tensor:
-    """Return log-probs by `model`, float64 [N], as precise as the model's dtype."""
+    """Return the model's log-probs of the tokens as float64 [N]. The pass has the model's dtype."""
     # Row by row, since the float64 logits of all tokens would take the most memory.
     parts = []
     for row, tokens_T in enumerate(tokens.rows):

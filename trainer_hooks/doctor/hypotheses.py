@@ -1,6 +1,7 @@
 """Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
 
-Used by `diagnose`; the modules *_causes yield the hypotheses.
+Used by `trainer_hooks.doctor.diagnosis`, which tests them, and by alignment_causes, sampling_causes
+and weight_causes, which yield them.
 
 Shape letters: N tokens.
 """
@@ -20,9 +21,10 @@ from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
 Side = Literal["engine", "trainer"]
-# What a hypothesis predicts: each log-prob, each log-prob with a fitted number, the size of the
-# gap, or only the gap's place.
+# A hypothesis predicts each log-prob, each log-prob with a fitted number, the size of the gap, or
+# only the gap's place.
 Kind = Literal["values", "fit", "size", "place"]
+# Deducted from a share when hypotheses are ranked: values are the most specific prediction.
 _LESS_THAN_VALUES = {"values": 0.0, "place": 0.25, "size": 0.5, "fit": 0.5}
 # A cause that explains less than half of the squared gap is not the main cause. A fitted number
 # always explains something: a high temperature is halfway to the log-probs of any other weights.
@@ -33,8 +35,8 @@ _NEEDED_SHARE = {"values": 0.5, "fit": 0.99, "size": 0.5, "place": 0.5}
 class Case:
     """Log-probs that one side computed, `claimed_N`, and the reference that they should equal.
 
-    Only tokens with a known reference count. `batch`: the examined rows. `models`: float32 models
-    by version.
+    Tokens without a known reference are ignored. `batch`: the examined rows. `models`: float32
+    models by weights version. `tolerance`: the gap that rounding explains.
     """
 
     side: Side
@@ -59,10 +61,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Hypothesis:
-    """One possible cause. `predicted_N`: the log-probs that it implies, float64.
+    """One possible cause of a gap, with the finding's name, evidence and remedy if it is true.
 
-    A cause that adds noise predicts only the size of the gap: `noise_rms`, its root mean square,
-    and `noise_largest`, its largest value.
+    `predicted_N`: the log-probs that the cause implies, float64; None for a cause that adds noise.
+    Noise predicts only the size of the gap: `noise_rms` and `noise_largest`, in nats.
     """
 
     name: str
@@ -76,10 +78,10 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The result of a hypothesis on a case. `share`: explained part of the squared gap, in (-inf,
-    1].
+    """How much of a case's gap one hypothesis explains.
 
-    `is_whole`: the rest of the gap is rounding. `residual_rms`: the rest, in nats.
+    `share`: explained part of the squared gap, at most 1; below 0 if the gap gets larger.
+    `residual_rms`: root mean square of the rest, in nats. `is_whole`: whether the rest is rounding.
     """
 
     name: str
@@ -93,7 +95,7 @@ class Explanation:
 
     @property
     def is_main_cause(self) -> bool:
-        """Whether the hypothesis explains enough of the gap to be reported."""
+        """Whether the hypothesis explains enough of the gap for its kind to be the main cause."""
         return self.is_whole or self.share >= _NEEDED_SHARE[self.kind]
 
 
@@ -121,9 +123,10 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    """Return the share, the rest, and whether noise of this size can have caused the whole gap.
+    """Return `share`, `residual_rms` and `is_whole` of a hypothesis that predicts noise.
 
-    Two computations in the same dtype differ by the tolerance's factor.
+    The gap between two computations is the noise of one, times the ratio of the tolerance's `rms`
+    and `noise_rms`. The share stays below a half if the gap's size does not fit.
     """
     factor = case.tolerance.rms / case.tolerance.noise_rms
     largest = float(case.gap_N.abs().max())
@@ -136,7 +139,9 @@ def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[
 
 
 def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Return the best first: values that leave only rounding, then main causes, then by share."""
+    """Return the explanations, the best first: predicted values that leave only rounding, then main
+    causes, then by share, less `_LESS_THAN_VALUES`.
+    """
 
     def quality(tried: Explanation) -> tuple[bool, bool, float]:
         tells_values = tried.kind in ("values", "fit")
@@ -150,7 +155,7 @@ def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
 class Tolerance:
     """The gap that rounding explains, in nats. `noise_rms`: the measured error of one computation.
 
-    `rms`, `largest`: bounds on the root mean square and the largest of N differences.
+    `rms`, `largest`: bounds on the root mean square and on the largest of N differences.
     """
 
     noise_rms: float
@@ -170,21 +175,21 @@ def rms_of(values_N: Tensor) -> float:
 
 
 def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> Tolerance:
-    """Return the bounds that follow from the measured errors `noise_N` and the longest sum.
+    """Return the bounds that follow from measured rounding errors.
 
-    The largest of N Gaussian differences is sqrt(2 ln 2N) times their deviation; errors with longer
-    tails show in the largest measured one. The noise includes the rounding of a log-prob to
-    float32.
+    `noise_N`: the errors. `largest_logprob`: largest magnitude of a log-prob, for its rounding to
+    float32. `longest_sum`: from `longest_sum_of`. The largest of N Gaussian differences is
+    sqrt(2 ln 2N) times their deviation; a larger measured error counts instead.
     """
     factor = math.sqrt(1.0 + longest_sum / math.log2(max(longest_sum, 2)))
-    handed_over = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)
-    noise = math.hypot(rms_of(noise_N), handed_over)
+    rounding = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)
+    noise = math.hypot(rms_of(noise_N), rounding)
     gaussian = noise * math.sqrt(2.0 * math.log(2.0 * max(len(noise_N), 1)))
     largest = max(gaussian, float(noise_N.abs().max()) if len(noise_N) else 0.0)
     return Tolerance(noise_rms=noise, rms=factor * noise, largest=factor * largest)
 
 
 def longest_sum_of(model: nn.Module, tokens: ExaminedTokens) -> int:
-    """Return the largest number of products that are summed into one number of a pass."""
+    """Return the number of products in the longest sum of a pass: over inputs or positions."""
     widths = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     return max([*widths, *(len(row) for row in tokens.rows)])

@@ -1,6 +1,6 @@
 """The log-probs that a batch should have, given the weights versions stamped on its tokens.
 
-Used by `diagnose`.
+Used by `trainer_hooks.doctor.diagnosis`. hypotheses, facts and sampling_causes read a Reference.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -23,12 +23,14 @@ _MEAN_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """Log-probs at the temperature, float64 [N], and the logits that they come from.
+    """Log-probs at `temperature`, float64 [N], and the logits that they come from.
 
-    `trainer_N`: by the trainer's weights. `sampler_N`: by the weights that sampled each token, over
-    KV of their own. `stamped_N`: over the KV of the stamped versions. Where weights of a version
-    are missing, a vector repeats the previous one, and `is_known_N` is False. `logits_NV`: the
-    logits of `stamped_N`, before the temperature.
+    `trainer_N`: by the trainer's weights.
+    `sampler_N`: by the weights that sampled each token, over KV of the same weights.
+    `stamped_N`: by the weights that sampled each token, over KV of the stamped versions.
+    `is_known_N`: False where weights of a needed version are missing; there a vector repeats the
+    one before it.
+    `logits_NV`: the logits of `stamped_N`, before the temperature and any reshaping.
     """
 
     trainer_N: Tensor
@@ -42,9 +44,7 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """Return the log-probs that the stamps imply. `models`: float32, by version, with the
-    trainer's.
-    """
+    """Return the log-probs that the tokens' version stamps imply. `models`: float32, by version."""
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version
@@ -68,10 +68,10 @@ def reference_of(
 def replay_old_contexts(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], is_wanted_N: Tensor, logits_NV: Tensor
 ) -> Tensor:
-    """Overwrite `logits_NV` for the wanted tokens with logits over the KV of their stamps.
+    """Overwrite `logits_NV` for the wanted tokens with logits over KV of the stamped versions.
 
-    Returns where this was possible, bool [N]: the turns are known, `models` has all versions of the
-    KV, and the KV was not recomputed later, as the stamped mean shows.
+    Returns where this was possible, bool [N]. It needs the token's turn, models of all versions of
+    its KV, and KV that was not recomputed later: the mean of its versions must be the stamped one.
     """
     is_replayed_N = torch.zeros_like(is_wanted_N)
     if tokens.turns is None:

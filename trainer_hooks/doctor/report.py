@@ -1,4 +1,4 @@
-"""Formats a diagnosis for a terminal. Used by `python -m trainer_hooks.doctor` and by users."""
+"""Formats a diagnosis for a terminal. Used by `trainer_hooks.doctor.command` and by users."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
 def report(diagnosis: Diagnosis) -> RenderableType:
     """Return the verdict, each finding with its remedy, and tables, to be printed by rich.
 
-    The tables show the share of the squared gap by cause, the hypotheses, and the gaps by lag, by
-    place and of the worst tokens. Raises ConfigError without the package rich.
+    The tables show the shares of the squared gap by cause, the best hypotheses, the gaps by lag and
+    by place, and the tokens with the largest gaps. Raises ConfigError without the package rich.
     """
     with extra_needed("train", "the doctor's report"):
         from rich.console import Group

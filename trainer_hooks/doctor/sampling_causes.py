@@ -1,6 +1,7 @@
-"""Causes between logits and log-probs: temperature, truncation, penalties and biases.
+"""Hypotheses that log-probs have another temperature, truncation, penalties or biases.
 
-Used by diagnosis for its hypotheses, and by facts to find truncation in the drawn tokens.
+Used by `trainer_hooks.doctor.diagnosis`, and by `trainer_hooks.doctor.facts` to find truncation in
+the drawn tokens.
 
 Shape letters: N tokens, V vocabulary, H tokens of the longest history.
 """
@@ -34,9 +35,9 @@ RESHAPING_REMEDY = (
 
 
 def temperature_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the log-probs are at another temperature: the one that fits best.
+    """Yield the hypothesis that the log-probs have another temperature, the best fit in [0.1, 10].
 
-    A fit of 1 points to logprobs_mode="raw".
+    A fit of 1 suggests that the engine ran with logprobs_mode="raw".
     """
     tokens, reference = case.tokens, case.reference
 
@@ -61,8 +62,8 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis of logprobs_mode="processed", if a request declares truncation,
-    penalties or biases.
+    """Yield the hypothesis that the log-probs include the truncation, penalties and biases that
+    requests declare, as with logprobs_mode="processed". Yields none if no request declares any.
     """
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:
@@ -78,7 +79,7 @@ def declared_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis of a truncation that no request declares: the one that fits best."""
+    """Yield the hypothesis of an undeclared truncation: the best fit of `truncation_levels`."""
     known = case.reference.is_known_N
     # Truncation only raises log-probs; if they are not higher, the search is skipped.
     if float((case.gap_N > -case.tolerance.largest).double().mean()) < 0.99:
@@ -104,7 +105,7 @@ def truncation_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
-    """Return usual settings (top_k, top_p, min_p); in each, one is set and the others are 0."""
+    """Return usual settings (top_k, top_p, min_p), each with one value set and two of 0 (off)."""
     return [
         *((k, 0.0, 0.0) for k in TOP_K_LEVELS if k < vocabulary),
         *((0, p, 0.0) for p in TOP_P_LEVELS),
@@ -113,9 +114,9 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
 
 
 def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch) -> Tensor:
-    """Return the reference's log-probs after the reshaping that the requests declare, float64 [N].
+    """Return the reference's log-probs after the declared truncation, penalties and biases.
 
-    Tokens with unknown sampling parameters are not reshaped.
+    Float64 [N]. `min_tokens` is not applied. Tokens of unknown sampling parameters are unchanged.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -154,9 +155,9 @@ def penalized_logits(logits_NV: Tensor, history: Histories, params: SamplingPara
 def kept_log_mass(
     tokens: ExaminedTokens, reference: Reference, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """Return the log of the probability that truncation keeps, float64 [N].
+    """Return the log of the total probability of the kept tokens, float64 [N].
 
-    NaN where it would have dropped the drawn token itself.
+    NaN where truncation drops the drawn token itself.
     """
     kept_NV = kept_tokens(reference.logits_NV, reference.temperature, top_k, top_p, min_p)
     log_p_NV = (reference.logits_NV / reference.temperature).log_softmax(1)
@@ -168,7 +169,7 @@ def kept_log_mass(
 def kept_tokens(
     logits_NV: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """Return the tokens that the engine's truncation would keep, bool [N, V]."""
+    """Return which tokens the engine's truncation keeps, bool [N, V]."""
     num = len(logits_NV)
     weights_NV = ((logits_NV - logits_NV.amax(1, keepdim=True)) / temperature).exp()
     return keep_mask(
@@ -183,10 +184,10 @@ def kept_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """The ids that precede each drawn token in its row, padded with 0 and False.
+    """The ids `id_NH` that precede each drawn token in its row, padded with 0 and False.
 
-    `is_first_NH`: whether it is the first occurrence of its id in the row. `num_outputs_NH`: how
-    often its id occurs in the output before the drawn token.
+    `is_first_NH`: whether an entry is the first occurrence of its id in the row.
+    `num_outputs_NH`: how often the entry's id occurs in the output before the drawn token.
     """
 
     id_NH: Tensor
@@ -194,7 +195,7 @@ class Histories:
     num_outputs_NH: Tensor
 
     def select(self, indices: list[int]) -> Histories:
-        """Return the histories of some tokens."""
+        """Return the histories of the drawn tokens at `indices`."""
         return Histories(
             self.id_NH[indices], self.is_first_NH[indices], self.num_outputs_NH[indices]
         )
@@ -202,7 +203,7 @@ class Histories:
     def penalized(
         self, logits_NH: Tensor, repetition: float, presence: float, frequency: float
     ) -> Tensor:
-        """Return the logits of the history's ids after the penalties, [N, H]."""
+        """Return the logits [N, H] of the history's ids after the penalties."""
         new_NH = torch.where(logits_NH > 0.0, logits_NH / repetition, logits_NH * repetition)
         return new_NH - frequency * self.num_outputs_NH - presence * (self.num_outputs_NH > 0)
 
@@ -210,8 +211,8 @@ class Histories:
 def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
     """Return each token's history: all earlier tokens of its row.
 
-    The output begins after the prompt of the token's turn; after the row's first prompt if turns
-    are unknown.
+    The output starts after the prompt of the token's turn; if its turn is unknown, after the first
+    prompt of the row. `num_prompt_B`: length of that first prompt.
     """
     ids, firsts, counts = [], [], []
     for row, tokens_T in enumerate(tokens.rows):
@@ -231,7 +232,7 @@ def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
 
 
 def penalty_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield one hypothesis for each penalty: no request declares it, and its value is fitted."""
+    """Yield a hypothesis for each kind of penalty, as undeclared, with the value that fits best."""
     history = histories_of(case.tokens, case.batch.prompt_lengths_B)
     known = case.reference.is_known_N
     ranges = {
@@ -265,9 +266,9 @@ def penalized_logprobs(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> Tensor:
-    """Return log-probs after penalties, float64 [N].
+    """Return the reference's log-probs after penalties, float64 [N].
 
-    Only logits of ids in the history change, so the normaliser is updated from them alone.
+    Penalties change only logits of ids in the history. The normaliser is updated for these alone.
     """
     logits_NV, id_N1 = case.reference.logits_NV, case.tokens.id_N[:, None]
     temperature = case.reference.temperature
@@ -285,8 +286,9 @@ def penalized_logprobs(
 def minimize(
     function: Callable[[float], float], low: float, high: float, in_logarithms: bool = True
 ) -> float:
-    """Return the argument in [low, high] with the least value, by a grid and golden-section
-    search.
+    """Return the argument in [low, high] with the least value, by a grid and golden-section search.
+
+    `in_logarithms`: search on a logarithmic scale.
     """
     into, back = (math.log, math.exp) if in_logarithms else (float, float)
     start, end = into(low), into(high)
@@ -303,13 +305,13 @@ def minimize(
 
 
 def level_text(top_k: int, top_p: float, min_p: float) -> str:
-    """Return the truncation that is on, such as "top_p=0.9"."""
+    """Return the settings other than 0 as text, such as "top_p=0.9"."""
     levels = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     return ", ".join(f"{name}={value:.4g}" for name, value in levels.items() if value)
 
 
 def reshaping_name(params: SamplingParams) -> str:
-    """Return the name of the finding for declared settings: "truncation" or "penalties"."""
+    """Return a finding's name: "truncation" if the settings truncate, else "penalties"."""
     truncates = params.top_k > 0 or 0.0 < params.top_p < 1.0 or params.min_p > 0.0
     return "truncation" if truncates else "penalties"
 

@@ -1,6 +1,6 @@
 """The examined tokens of a batch: their places, versions and sampling parameters.
 
-Used by all modules of the doctor.
+Used by all modules of `trainer_hooks.doctor` but report and weight_causes.
 
 Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
 """
@@ -26,9 +26,11 @@ Turns = Sequence[DynamicInferenceRequest]
 class ExaminedTokens:
     """Generated tokens of some rows of a batch, row by row; vectors over them end in N.
 
-    `rows`: each row's tokens without padding. `turns`: each row's requests, if known. `row_N`,
-    `column_N`: the place of a token. `version_N`: the version that sampled it; `kv_version_N`: mean
-    version of the KV that it attended to, float64.
+    `rows`: each row's tokens without padding. `turns`: each row's requests; None if unknown.
+    `row_N`, `column_N`: the place of a token. `id_N`: its token id.
+    `version_N`: version of the weights that sampled it. `kv_version_N`: mean version of the KV that
+    it attended to, float64. `behaviour_N`: its log-prob by the engine, float64.
+    `train_version`: version of the trainer's weights.
     """
 
     rows: Sequence[Tensor]
@@ -46,7 +48,7 @@ class ExaminedTokens:
         return len(self.row_N)
 
     def gather(self, values_BT: Tensor) -> Tensor:
-        """Return the tokens' values, float64 [N], of `values_BT` over the examined rows."""
+        """Return the tokens' entries of `values_BT`, over the examined rows, as float64 [N]."""
         return values_BT[self.row_N, self.column_N].double().cpu()
 
     def pick(self, logits_of_row: Callable[[int], Tensor]) -> Tensor:
@@ -78,14 +80,12 @@ class ExaminedTokens:
 
 
 def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
-    """Return the requests of each row, a token sequence, that `collate_rollouts` makes of
-    `sources`.
-    """
+    """Return the requests of each batch row: one row for each token sequence of `sources`."""
     return [turns for source in sources for turns in as_rollout(source).sequences]
 
 
 def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
-    """Return the batch as if trained at `version`: lags count from there and may be negative."""
+    """Return the batch as if trained at `version`. Lags are counted from it and may be negative."""
     newer = batch.train_version - version
     return replace(
         batch,
@@ -96,10 +96,8 @@ def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
 
 
 def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
-    """Return rows evenly spread over the batch, with at most `max_tokens` trained tokens but at
-    least one row.
-
-    Raises ConfigError if no token is trained on.
+    """Return the indices of rows evenly spread over the batch: as many as have `max_tokens` trained
+    tokens at most, but at least one. Raises ConfigError if no token is trained on.
     """
     counts_B = batch.mask_BT.sum(1)
     rows = counts_B.nonzero().flatten()
@@ -112,7 +110,7 @@ def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
 
 
 def examined_tokens(batch: RolloutBatch, turns: Sequence[Turns] | None) -> ExaminedTokens:
-    """Return the tokens under the mask of `batch`, except in column 0, which nothing predicts."""
+    """Return the tokens under the mask of `batch`. Column 0 is left out: no logits predict it."""
     mask_BT = batch.mask_BT.clone()
     mask_BT[:, 0] = False
     row_N, column_N = mask_BT.nonzero(as_tuple=True)

@@ -1,6 +1,6 @@
-"""Causes in the computation of logits: the weights, their precision, the KV, the head.
+"""Hypotheses that logits came from other weights, lower precision, old KV or another head.
 
-Used by `diagnose`.
+Used by `trainer_hooks.doctor.diagnosis`.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -27,9 +27,7 @@ LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Return all tokens' log-probs [N] by each version of the weights; {} if there is only one
-    version.
-    """
+    """Return all tokens' log-probs [N] by each version of the weights; {} if there is only one."""
     if len(case.models) == 1:
         return {}
     tokens, reference = case.tokens, case.reference
@@ -42,7 +40,7 @@ def logprobs_by_version(case: Case) -> dict[int, Tensor]:
 
 
 def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield one hypothesis for each version of the weights: it computed all tokens' log-probs.
+    """Yield for each version of the weights the hypothesis that it computed all log-probs.
 
     `by_version`: the result of `logprobs_by_version`.
     """
@@ -62,10 +60,11 @@ def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterato
 
 
 def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield hypotheses that an older version wrote KV, although the stamps do not say so.
+    """Yield hypotheses that another version wrote KV, although the stamps do not say so.
 
-    Either the weights changed in the middle of a rollout, whose earlier tokens come from the older
-    version; or the KV of the whole prompt, or of its part in a prefix cache, is old.
+    Either the weights changed in the middle of a rollout, and the other version sampled its earlier
+    tokens; or the other version wrote the KV of the prompt, or of the part in the prefix cache.
+    `by_version`: the result of `logprobs_by_version`.
     """
     trained = case.tokens.train_version
     for version, old_N in by_version.items():
@@ -89,7 +88,10 @@ def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hy
 
 
 def precision_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield hypotheses of lower precision: of the head, of the whole model, and of its weights."""
+    """Yield hypotheses of lower precision: of the head, of the whole model, and of its weights.
+
+    The one of the weights is yielded only if it explains the gap up to rounding.
+    """
     tokens, reference = case.tokens, case.reference
     for dtype in LOW_PRECISIONS:
         name = str(dtype).removeprefix("torch.")
@@ -157,7 +159,7 @@ def head_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def place_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield a hypothesis for each kind of place outside of which rounding explains the gap."""
+    """Yield a hypothesis for each kind of place if rounding explains the gap everywhere else."""
     reference = case.reference
     for name, (is_there_N, evidence, remedy) in places(case).items():
         if not bool(is_there_N.any()) or not case.tolerance.covers(case.gap_N[~is_there_N]):
@@ -171,7 +173,9 @@ def place_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
-    """Return kinds of places by name: where they are, bool [N], the evidence and the remedy."""
+    """Return kinds of places in a rollout by name: which tokens are there, bool [N], and evidence
+    and remedy of a fault that is only there.
+    """
     tokens = case.tokens
     turns = [tokens.turn_of(i) for i in range(len(tokens))]
     starts_N = torch.tensor([-1 if turn is None else len(turn.prompt_tokens) for turn in turns])
@@ -203,7 +207,12 @@ def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
 
 
 def _over_old_kv(case: Case, version: int, old_N: Tensor, place: str) -> Tensor:
-    """Return log-probs of the trainer's weights over KV whose first part `version` wrote."""
+    """Return log-probs of the trainer's weights over KV whose first part `version` wrote.
+
+    `place`: that part of each row, as in `stale_kv_causes`. In a "rollout", `version` also sampled
+    the part's tokens: those whose claimed log-prob equals `old_N`. Rows without such a part keep
+    the trainer's log-probs.
+    """
     tokens, trained = case.tokens, case.tokens.train_version
     predicted_N = case.reference.trainer_N.clone()
     is_old_N = (case.claimed_N - old_N).abs() <= case.tolerance.largest

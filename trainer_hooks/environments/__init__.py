@@ -1,8 +1,8 @@
 """Environments: what a model acts on over several turns, with tools, state and reward.
 
-A subclass of ToolEnvironment or Environment is run by EnvironmentRollouts, the `rollout_fn` of a
-producer. `verifiers`, `verifiers_v1` and `openenv` run environments of other packages;
-`python_tool` runs the model's Python programs.
+EnvironmentRollouts, a producer's `rollout_fn`, runs a user's ToolEnvironment or Environment.
+`verifiers`, `verifiers_v1` and `openenv` run environments of other packages; `python_tool` runs
+the model's Python programs. Used by users and by `trainer_hooks.train.task`.
 """
 
 from trainer_hooks.environments.conversation import Conversation

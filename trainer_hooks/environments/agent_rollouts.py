@@ -1,6 +1,7 @@
 """AgentRollouts: rollouts of environments that run their own loop and ask for chat completions.
 
-Base class of verifiers and verifiers_v1; the job's task loads it by its path.
+Base class of VerifiersEnvironment and VerifiersV1Environment. Used by `trainer_hooks.train.task`,
+which loads a subclass by its import path; a producer calls the object for each sample.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from trainer_hooks.rollouts import Rollout
 class AgentRollouts(ABC):
     """A rollout_fn whose subclass runs the environment in `run`.
 
-    A fault fails the rollout: its `failure` is the kind of fault and its state has the error; other
-    rollouts of the group are not affected. The object is also an async context for resources that
-    rollouts share. `reward_fn`: scores the samples of a prompt together; None if each rollout has
-    its own reward.
+    A fault fails its rollout alone: `failure` is the kind of fault, and the state has the error.
+    The object is also an async context for resources that rollouts share.
+    `reward_fn`: scores the samples of a prompt together; None if each rollout has its own reward.
     """
 
     reward_fn: RewardFunction | None = None
@@ -41,9 +41,10 @@ class AgentRollouts(ABC):
         max_first_failures: int = 64,
     ) -> None:
         """`name`: the environment's, for messages. `tokenizer`: one of transformers with a chat
-        template. `rollout_timeout_s`: limit on a rollout and its own score. `max_first_failures`:
-        number of failed rollouts, before any success, that count as a fault of the environment
-        itself.
+        template. `rollout_timeout_s`: limit on a rollout and its own score; None sets no limit.
+        `max_first_failures`: number of failed rollouts without any success that ends the run.
+
+        Raises ConfigError for a timeout that is not above 0.
         """
         if rollout_timeout_s is not None and rollout_timeout_s <= 0:
             raise ConfigError(f"rollout_timeout_s={rollout_timeout_s} must be above 0, or null")
@@ -57,13 +58,11 @@ class AgentRollouts(ABC):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> Self:
-        """Return the environment of an installed package, created with `args`; `options` are the
-        class's.
-        """
+        """Return the environment `name` of an installed package. `options`: of the class itself."""
 
     @abstractmethod
     def prompts(self) -> Sequence[PromptItem]:
-        """Return the rows to train on; `run` gets the columns of one row."""
+        """Return the prompts to train on. The columns of a prompt go to `run`."""
 
     @abstractmethod
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,10 +81,10 @@ class AgentRollouts(ABC):
         """Release resources that rollouts share. May be called twice."""
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Run one sample.
+        """Return the rollout of one sample.
 
-        Raises errors of the llm, ConfigErrors of `run` and of requests that no turn of the policy
-        can answer, and EnvironmentFailed if no rollout has ever succeeded.
+        Raises errors of the llm, ConfigErrors of `run` and of chat requests with unsupported
+        settings, and EnvironmentFailed if `max_first_failures` rollouts failed and none succeeded.
         """
         session = ChatSession(llm, self._tokenizer, self._template_options)
         try:

@@ -1,6 +1,6 @@
 """ChatEndpoint: chat completions over HTTP on the loopback interface, for agents' programs.
 
-Used by verifiers_v1.
+Used by `trainer_hooks.environments.verifiers_v1`.
 """
 
 from __future__ import annotations

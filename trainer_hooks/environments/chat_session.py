@@ -1,6 +1,7 @@
 """ChatSession: answers an agent's chat completions and records them as the turns of one rollout.
 
-Used by agent_rollouts, whose subclasses connect it to a client or to ChatEndpoint.
+Used by AgentRollouts, which makes one for each rollout, by ChatEndpoint and by the client in
+`trainer_hooks.environments.verifiers`. It keeps the turns in memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from trainer_hooks.environments.protocol import Message, ModelTurn
 from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
-# Settings that change a token's distribution, with the value for "off" in OpenAI's and vLLM's
-# protocols, where it differs from SamplingParams.
+# Settings that change a token's distribution. A value is the protocols' "off" (OpenAI's and
+# vLLM's), where SamplingParams has another one.
 _FIXED: dict[str, Any] = {
     "temperature": None,
     "top_p": 1.0,
@@ -30,7 +31,7 @@ _FIXED: dict[str, Any] = {
     "frequency_penalty": None,
     "repetition_penalty": None,
 }
-# Unsupported settings, with their values that ask for nothing, beside null.
+# Unsupported settings, with the values (besides null) that change nothing and are accepted.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -68,8 +69,8 @@ class TurnFailedError(RolloutError):
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
-    """A conversation and the tools that its template shows. One call at a time uses it."""
+class _OpenConversation:
+    """A conversation, and the JSON of its tools. One call at a time uses it."""
 
     conversation: Conversation
     tools: str
@@ -81,8 +82,8 @@ class ChatSession:
 
     A reply is never tokenised again: a call whose messages continue those of an earlier call
     continues that token sequence, as in Conversation; other calls begin a new one. Calls may
-    overlap. `fault`: the first error of a call that must end the run, which a client may have
-    hidden from the environment.
+    overlap.
+    `fault`: the first error that must end the run, even if the environment's client hid it.
     """
 
     def __init__(
@@ -94,17 +95,17 @@ class ChatSession:
         """`tokenizer`: one of transformers with a chat template."""
         self._llm, self._tokenizer = llm, tokenizer
         self._template_options = template_options
-        self._lanes: list[_Lane] = []
+        self._open: list[_OpenConversation] = []
         self._num_calls = 0
         self.fault: Exception | None = None
         self._has_failed_turn = False
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to `body`, a chat.completion with token ids and log-probs.
+        """Return the reply to the request `body`: a chat.completion with token ids and log-probs.
 
-        Honours `max_tokens`, `stop` and `stop_token_ids`; other sampling settings and seeds are the
-        producer's. Raises ContextTooLongError, TurnFailedError, ConfigError for unsupported
-        settings, and errors of generation.
+        `max_tokens`, `stop` and `stop_token_ids` of the body hold in addition to the producer's;
+        other sampling settings and seeds are the producer's. Raises ContextTooLongError,
+        TurnFailedError, ConfigError for unsupported settings, and errors of generation.
         """
         try:
             # A client of the openai package sends the keys of extra_body at the top level.
@@ -122,15 +123,15 @@ class ChatSession:
             raise
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return all turns as a Rollout; `fields` are further fields of it, such as `reward`.
+        """Return all turns as a Rollout. `fields`: further fields of the Rollout, such as `reward`.
 
-        It has failed if there is no turn, or if a turn's request failed.
+        The Rollout has failed if there is no turn, or if a turn's request failed.
         """
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
-        for lane in self._lanes:
-            if lane.conversation.requests:
-                turns = lane.conversation.rollout()
+        for opened in self._open:
+            if opened.conversation.requests:
+                turns = opened.conversation.rollout()
                 starts += [len(requests) + start for start in turns.sequence_starts]
                 requests += turns.requests
         if fields.get("failure") is None and (self._has_failed_turn or not requests):
@@ -138,20 +139,20 @@ class ChatSession:
         return Rollout(requests, sequence_starts=starts or (0,), **fields)
 
     def clear(self) -> None:
-        """Discard all turns so far, when the agent begins again."""
-        self._lanes, self._has_failed_turn = [], False
+        """Discard all turns so far, before the agent starts again."""
+        self._open, self._has_failed_turn = [], False
 
     async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-        lane = self._idle_lane(body.get("tools") or ())
-        lane.is_busy = True
+        opened = self._idle_conversation(body.get("tools") or ())
+        opened.is_busy = True
         try:
-            ids = lane.conversation.prompt([_plain(message) for message in body["messages"]])
+            ids = opened.conversation.prompt([_plain(message) for message in body["messages"]])
             request = await self._llm.generate(ids, **changes)
             if not request.succeeded():
                 raise _error_of(request)
-            turn = lane.conversation.add(request)
+            turn = opened.conversation.add(request)
         finally:
-            lane.is_busy = False
+            opened.is_busy = False
         self._num_calls += 1
         return {
             "id": f"chatcmpl-{self._num_calls}",
@@ -167,18 +168,20 @@ class ChatSession:
             },
         }
 
-    def _idle_lane(self, tools: Sequence[Mapping[str, Any]]) -> _Lane:
+    def _idle_conversation(self, tools: Sequence[Mapping[str, Any]]) -> _OpenConversation:
+        """Return an idle conversation with the same tools, else a new one."""
         key = json.dumps(list(tools), sort_keys=True)
-        for lane in self._lanes:
-            if lane.tools == key and not lane.is_busy:
-                return lane
+        for opened in self._open:
+            if opened.tools == key and not opened.is_busy:
+                return opened
         conversation = Conversation(self._tokenizer, tools, self._template_options)
-        self._lanes.append(_Lane(conversation, key))
-        return self._lanes[-1]
+        self._open.append(_OpenConversation(conversation, key))
+        return self._open[-1]
 
     def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of SamplingParams that a body sets. Raises ConfigError for unsupported
-        settings.
+        """Return the fields of SamplingParams that a body changes.
+
+        Raises ConfigError for settings that are not supported.
         """
         params = self._llm.sampling_params
         for name, off in _FIXED.items():
@@ -232,9 +235,7 @@ def _choice(request: DynamicInferenceRequest, turn: ModelTurn, has_tools: bool) 
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return the message with its text parts joined. Raises ConfigError for parts that are not
-    text.
-    """
+    """Return the message with its text parts joined. Raises ConfigError for other parts."""
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content")
     if isinstance(content, (list, tuple)):

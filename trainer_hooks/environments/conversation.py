@@ -1,6 +1,7 @@
 """Conversation: turns chat messages into token ids without tokenising sampled text again.
 
-Used by episodes and chat_session, and by rollout functions of one's own.
+Used by EnvironmentRollouts and Episode, by ChatSession, and by users' rollout functions. It keeps
+the conversation's text, ids and requests in memory.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ class Conversation:
     The template renders all messages as text, and each turn of the model as exactly the text that
     it generated. If that text extends the previous text, the ids are the previous ids, the sampled
     ids, and the ids of the new text alone. If it does not (templates that drop earlier thinking,
-    edited messages), the whole text is tokenised and begins a new token sequence, whose index goes
-    to `sequence_starts`. So every prompt is exactly what the template makes of the messages.
+    edited messages), the whole text is tokenised and starts a new token sequence. So every prompt
+    is exactly what the template makes of the messages.
     If a template refuses the model's markup in a message, it gets thoughts and calls separately.
     Special tokens come only from the template and the model: where another message contains the
-    text of one, such as "<|im_end|>", it is tokenised as plain text.
-    `requests`: the model's turns, in order.
+    text of a special token, such as "<|im_end|>", it is tokenised as plain text.
+    `requests`: the model's turns, in order. `sequence_starts`: index in `requests` of the first
+    turn of each token sequence.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Conversation:
         self._text = ""
         self._ids: list[int] = []
         self._end_text = ""  # text of the token that ended the last turn
-        self._said: dict[int, ModelTurn] = {}  # turns by the index of their message
+        self._turns: dict[int, ModelTurn] = {}  # turns by the index of their message
         self._num_messages = 0
         self.requests: list[DynamicInferenceRequest] = []
         self.sequence_starts: list[int] = []
@@ -92,8 +94,7 @@ class Conversation:
         return list(self._ids)
 
     def add(self, request: DynamicInferenceRequest) -> ModelTurn:
-        """Return the turn that the model generated on the prompt of the last `prompt` call, and
-        record it.
+        """Record the finished request of the last `prompt` call, and return its turn.
 
         Raises ConfigError for a request with another prompt.
         """
@@ -119,7 +120,7 @@ class Conversation:
             tool_calls=reply.calls,
             malformed_calls=reply.malformed,
         )
-        self._said[self._num_messages] = turn
+        self._turns[self._num_messages] = turn
         return turn
 
     def _rendered(self, messages: Sequence[Message]) -> str:
@@ -136,46 +137,40 @@ class Conversation:
             **self._options,
         )
         try:
-            return str(render([self._as_said(i, each) for i, each in enumerate(messages)]))
+            return str(render([self._as_generated(i, each) for i, each in enumerate(messages)]))
         except TemplateError:
-            if not self._said:
+            if not self._turns:
                 raise
-            return str(render([self._apart(i, each) for i, each in enumerate(messages)]))
+            return str(render([self._split(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return the turns so far as a Rollout; `fields` are further fields of it, such as
-        `reward`.
-        """
+        """Return the turns so far as a Rollout. `fields`: its further fields, such as `reward`."""
         starts = [start for start in self.sequence_starts if start < len(self.requests)]
         return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
 
-    def _as_said(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; a turn of the model carries the text that it
-        generated.
-        """
-        turn = self._said.get(index)
+    def _as_generated(self, index: int, message: Message) -> dict[str, Any]:
+        """Return the message for the template; for a turn of the model, its generated text."""
+        turn = self._turns.get(index)
         if turn is not None and _is_of(message, turn):
             return {"role": "assistant", "content": turn.text}
         return {name: self._without_special(value) for name, value in message.items()}
 
-    def _apart(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; a turn of the model is split into thoughts, content
-        and calls.
+    def _split(self, index: int, message: Message) -> dict[str, Any]:
+        """Return the message for the template; for a turn of the model, its thoughts, content and
+        calls.
         """
-        turn = self._said.get(index)
+        turn = self._turns.get(index)
         if turn is None or not _is_of(message, turn):
             return {name: self._without_special(value) for name, value in message.items()}
-        apart: dict[str, Any] = {"role": "assistant", "content": turn.content}
+        parts: dict[str, Any] = {"role": "assistant", "content": turn.content}
         if turn.reasoning:
-            apart |= {"thinking": turn.reasoning, "reasoning_content": turn.reasoning}
+            parts |= {"thinking": turn.reasoning, "reasoning_content": turn.reasoning}
         if turn.tool_calls:
-            apart["tool_calls"] = [_as_object(call) for call in turn.tool_calls]
-        return apart
+            parts["tool_calls"] = [_as_object(call) for call in turn.tool_calls]
+        return parts
 
     def _without_special(self, value: Any) -> Any:
-        """Return `value` with a cut in the text of each special token, also inside lists and
-        mappings.
-        """
+        """Return `value` with a cut in the text of each special token, also in nested values."""
         if isinstance(value, str):
             return (
                 value
@@ -202,9 +197,7 @@ class Conversation:
 
 
 def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
-    """Return the reply format that a chat template shows; by default thoughts stand in <think>
-    tags.
-    """
+    """Return the reply format that the chat template shows, by default with <think> tags."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         named = "tool_use" if has_tools and "tool_use" in template else "default"

@@ -1,6 +1,6 @@
 """EnvironmentRollouts: the rollout_fn that lets the model act in an environment.
 
-Used by the producer for each sample, by evaluation, and by the job's task.
+Made by users and by `trainer_hooks.train.task`. A producer and `evaluate` call it for each sample.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from trainer_hooks.rollouts import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of an episode. `max_turns`: turns of the model. `max_total_tokens`: tokens of one
-    prompt and its turn; None leaves the limit to the engine, where a longer request fails.
+    """Limits of an episode.
 
+    `max_turns`: turns of the model.
+    `max_total_tokens`: tokens of one prompt and its turn; None leaves the limit to the engine,
+    where a longer request fails.
     `step_timeout_s`: time of each call of the environment. `rollout_timeout_s`: wall time of the
     whole rollout, including pauses of the engines. None sets no limit.
     """
@@ -55,12 +57,13 @@ class EnvironmentRollouts:
 
     `make`: the environment's class, or another factory of instances; it may be async.
     The prompt's row gives the first messages: its column `messages`, or its text as a user message.
-    A turn that calls no tool, an unknown tool, or a tool with malformed arguments is not a fault:
-    the model reads the error as the tool's answer.
-    A fault (the environment raises, hangs or is closed) fails the rollout and sets its `failure` to
-    the kind of fault; other rollouts of the group are not affected. `state` of a rollout has "end"
-    (done, length, max_turns, max_total_tokens, failure), num_turns, num_tool_calls,
-    num_bad_tool_calls, and the environment's own state as "environment".
+    A call of an unknown tool, or with malformed arguments, is not a fault: the model reads an error
+    as the tool's answer.
+    A fault (the environment raises, hangs or is closed, or a request fails) fails its rollout alone
+    and sets the rollout's `failure` to the kind of fault.
+    `state` of a rollout has "end" (done, length, max_turns, max_total_tokens, failure), num_turns,
+    num_tool_calls, num_bad_tool_calls, and the environment's own state as "environment", or after a
+    fault "error".
     A cancelled rollout aborts its request and releases its environment.
     """
 
@@ -74,8 +77,9 @@ class EnvironmentRollouts:
         template_options: Mapping[str, Any] | None = None,
         max_first_failures: int = 64,
     ) -> None:
-        """`tokenizer`: one of transformers with a chat template. `max_first_failures`: number of
-        failed rollouts, before any success, that count as a fault of the environment itself.
+        """`tokenizer`: one of transformers with a chat template. `max_environments`: instances in
+        use at a time. `template_options`: arguments of the chat template. `max_first_failures`:
+        number of failed rollouts without any success that ends the run.
 
         Raises ConfigError for numbers out of range and for a tokenizer without a chat template.
         """
@@ -85,10 +89,10 @@ class EnvironmentRollouts:
         self._faults = FaultCounter(str(getattr(make, "__name__", make)), max_first_failures)
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Run one rollout.
+        """Return the rollout of one sample.
 
-        Raises errors of generation, ConfigErrors of the environment, and EnvironmentFailed if the
-        environment has never succeeded.
+        Raises errors of generation, ConfigErrors of the environment, and EnvironmentFailed if
+        `max_first_failures` rollouts failed and none succeeded.
         """
         try:
             environment = await self._pool.acquire()
@@ -112,9 +116,7 @@ class EnvironmentRollouts:
         return Conversation(self._tokenizer, tools, self._options)
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
-        """Close the environments; those in use are closed when their rollout ends. May be called
-        twice.
-        """
+        """Close the environments, those in use when their rollout ends. May be called twice."""
         await self._pool.aclose(timeout_s)
 
     async def __aenter__(self) -> EnvironmentRollouts:
@@ -137,9 +139,7 @@ def first_messages(columns: Mapping[str, Any], prompt: Any) -> list[Message]:
 
 
 class Episode:
-    """One rollout in an environment: its messages, rewards, counts of tool calls, and how it
-    ended.
-    """
+    """One rollout in an environment: its messages, rewards, counts of tool calls, and its end."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Episode:
         self.fault: EnvironmentFault | None = None
 
     async def run(self, row: Mapping[str, Any]) -> None:
-        """Run the whole episode. Raises EnvironmentFault."""
+        """Run the whole episode. Raises EnvironmentFault, ConfigError and errors of generation."""
         self._messages += _messages_of("reset", await self._call("reset", row) or ())
         tools = self._environment.tools
         self._conversation = self._converse(tools)
@@ -182,7 +182,7 @@ class Episode:
         return await self._environment.call(name, *args, timeout_s=self._limits.step_timeout_s)
 
     async def _next_turn(self) -> ModelTurn | None:
-        """Return the model's next turn; None if a limit cut it."""
+        """Return the model's next turn; None if a limit of tokens cut it or leaves it no room."""
         ids = self._conversation.prompt(self._messages)
         limit, changes = self._limits.max_total_tokens, {}
         if limit is not None:
@@ -209,9 +209,7 @@ class Episode:
         return turn
 
     async def _answer(self, turn: ModelTurn, names: Sequence[str]) -> Step:
-        """Return the environment's answer, with messages about calls that the environment never
-        gets.
-        """
+        """Return the environment's answer to a turn, and errors for calls that it does not get."""
         errors = [_call_error(call, names) for call in turn.tool_calls]
         good = [call for call, e in zip(turn.tool_calls, errors, strict=True) if e is None]
         self._num_tool_calls += len(turn.tool_calls) + len(turn.malformed_calls)
@@ -233,7 +231,10 @@ class Episode:
         return replace(step, messages=[*_messages_of("step", step.messages), *refusals])
 
     def _add_reward(self, name: str, reward: Any) -> None:
-        """Add a reward that method `name` returned. Raises EnvironmentFault for other values."""
+        """Add a reward that method `name` returned: a number, named parts, or None for nothing.
+
+        Raises EnvironmentFault for other values.
+        """
         try:
             if isinstance(reward, Mapping):
                 self._terms = {str(term): float(value) for term, value in reward.items()}
@@ -284,9 +285,7 @@ def _messages_of(name: str, messages: Any) -> Sequence[Message]:
 
 
 def _call_error(call: ToolCall, names: Sequence[str]) -> str | None:
-    """Return the model's message about a call that the environment does not get; None for a good
-    call.
-    """
+    """Return the error that the model reads for a bad call; None for a good call."""
     if call.name not in names:
         return f"error: there is no tool {call.name!r}; the tools are: {', '.join(names) or 'none'}"
     try:

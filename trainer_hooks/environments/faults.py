@@ -1,6 +1,6 @@
-"""Faults of environments: each fails its own rollout and nothing else, until none ever succeeds.
+"""Faults of environments: a fault fails its own rollout alone, unless no rollout ever succeeds.
 
-Used by episodes and agent_rollouts.
+Used by the other modules of `trainer_hooks.environments` that run an environment's code.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ Result = TypeVar("Result")
 
 
 class EnvironmentFault(RolloutError):
-    """An environment raised, took too long, or was closed.
+    """An environment raised, took too long or was closed, or a turn's request failed.
 
-    `kind`: the method and what happened, such as "step_error" or "reset_timeout".
+    `kind`: a name such as "step_error" or "reset_timeout", or that of a package's error class. It
+    becomes the rollout's `failure`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -27,17 +28,15 @@ class EnvironmentFault(RolloutError):
 
 
 class EnvironmentFailed(RolloutError):
-    """No rollout of an environment has ever succeeded. The cause is the last rollout's error."""
+    """No rollout of an environment has ever succeeded. Its cause is the last rollout's error."""
 
 
 class FaultCounter:
-    """Logs the faults of an environment's rollouts, and fails the run if no rollout ever
-    succeeds.
-    """
+    """Logs the faults of an environment's rollouts. Ends the run if no rollout ever succeeds."""
 
     def __init__(self, name: str, max_first_failures: int) -> None:
-        """`name`: the environment's. `max_first_failures`: number of failed rollouts, before any
-        success, that count as a fault of the environment itself.
+        """`name`: the environment's. `max_first_failures`: number of failed rollouts without any
+        success that ends the run.
         """
         self._name, self._max_first_failures = name, max_first_failures
         self._log = FailureLog(f"environment {name}")
@@ -48,7 +47,7 @@ class FaultCounter:
         self._has_succeeded = True
 
     def add(self, fault: EnvironmentFault) -> None:
-        """Count a fault. Raises EnvironmentFailed if no rollout has ever succeeded."""
+        """Log and count a fault. Raises EnvironmentFailed if too many came before a success."""
         cause = fault.__cause__ or fault
         self._log.add(cause)
         if self._has_succeeded:
@@ -63,10 +62,10 @@ class FaultCounter:
 
 
 async def in_time(work: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
-    """Return the result of `work`. Whether cancelled or late, it has ended when this returns or
-    raises.
+    """Return the result of `work`. Raises EnvironmentFault if it takes longer than `timeout_s`.
 
-    Raises EnvironmentFault if it takes longer than `timeout_s`.
+    If the caller is cancelled or the time is up, `work` is cancelled and has ended before this
+    raises. `timeout_s` of None sets no limit.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -1,8 +1,9 @@
-"""OpenEnvironment: an environment behind an OpenEnv server, through the client of the package
-openenv.
+"""OpenEnvironment: an environment behind an OpenEnv server, through the package openenv's client.
 
 make = functools.partial(OpenEnvironment, "http://127.0.0.1:8000", action_field="message")
 async with EnvironmentRollouts(make, tokenizer, max_environments=16) as rollout_fn: ...
+
+Used by users, and by training jobs that name it as `environment.path`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from trainer_hooks.environments.protocol import Environment, Message, ModelTurn,
 class OpenEnvironment(Environment):
     """A session with an OpenEnv server that is kept from episode to episode.
 
-    The text of each turn becomes the field `action_field` of the server's action. Each observation
-    becomes a user message: its field `observation_field`, or else the whole of it as JSON. Override
-    `action` and `message` to change this. The rewards of all steps are added; the state is the
-    server's. EnvironmentRollouts may have at most as many `max_environments` as the server's
-    `max_concurrent_envs`.
+    The content of each turn becomes the field `action_field` of the server's action. Each
+    observation becomes a user message: its field `observation_field`, or the whole observation as
+    JSON if that is None. Override `action` and `message` to change this. The rewards of all steps
+    are added; the state is the server's. `max_environments` of EnvironmentRollouts must not exceed
+    the server's `max_concurrent_envs`.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class OpenEnvironment(Environment):
         self._rewards: list[float | None] = []  # of the steps of this episode
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Return the server's first observation. Raises ConfigError for a row without a reset
-        column.
+        """Start an episode on the server and return its first observation as messages.
+
+        Raises ConfigError for a row that lacks one of `reset_columns`.
         """
         if missing := [name for name in self._reset_columns if name not in row]:
             raise ConfigError(f"the prompt lacks the columns {missing}, which reset_columns names")
@@ -71,7 +73,7 @@ class OpenEnvironment(Environment):
         )
 
     def reward(self) -> float | None:
-        """Return 0, since steps give the rewards; None if the server gave none for any step."""
+        """Return 0, to which the steps' rewards are added; None if there were steps without any."""
         has_reward = not self._rewards or any(each is not None for each in self._rewards)
         return 0.0 if has_reward else None
 

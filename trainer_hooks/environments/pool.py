@@ -1,6 +1,6 @@
 """EnvironmentPool: a bounded number of environment instances, reused for one episode after another.
 
-Used by episodes.
+Used by `trainer_hooks.environments.episodes`. Each instance has a thread.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 
 
 class HostedEnvironment:
-    """An environment instance with the thread that runs its methods. `is_sound`: it may be used
-    again.
+    """An environment instance with the thread that runs its methods.
 
     Async methods run in the event loop. The thread is a daemon: a method that never returns blocks
     neither the event loop nor the program's exit.
+    `is_sound`: whether the instance may be used for another episode.
     """
 
     def __init__(self, make: MakeEnvironment) -> None:
-        """`make` is called before the first method."""
+        """`make`: returns the instance; called before the first method."""
         self._make = make
         self._environment: Environment | None = None
         self._thread = _Thread()
@@ -43,7 +43,8 @@ class HostedEnvironment:
     def tools(self) -> Any:
         """Schemas of the environment's tools; () before the first method call.
 
-        Raises EnvironmentFault if the property raises; the instance is then not sound.
+        Raises EnvironmentFault if the property raises anything but ConfigError; the instance is
+        then not sound.
         """
         try:
             return getattr(self._environment, "tools", ())
@@ -57,10 +58,10 @@ class HostedEnvironment:
         """Return the result of method `name`; None if the environment has no such method.
 
         Raises EnvironmentFault if the method raises or exceeds `timeout_s`; the instance is then
-        not sound. ToolCallError and ConfigError pass through.
+        not sound. ConfigError, and a ToolCallError of `step`, pass through.
         """
         task = self._task = asyncio.ensure_future(self._run(name, args))
-        task.add_done_callback(_look_at)
+        task.add_done_callback(_retrieve_exception)
         was_sound, self.is_sound = self.is_sound, False
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -72,16 +73,16 @@ class HostedEnvironment:
             result = task.result()
         except ConfigError:
             raise
-        except ToolCallError:
-            self.is_sound = was_sound
-            raise
         except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
+            if isinstance(error, ToolCallError) and name == "step":
+                self.is_sound = was_sound
+                raise
             raise EnvironmentFault(f"{name}_error", f"{name}() raised {error!r}") from error
         self.is_sound = was_sound
         return result
 
     async def close(self) -> None:
-        """Close the instance when its last method has returned, and end the thread."""
+        """Close the instance when its last method has returned, and end the thread. Logs errors."""
         try:
             if self._task is not None and not self._task.done():
                 await asyncio.wait({self._task})
@@ -193,22 +194,21 @@ def _drop(result: Any) -> None:
         result.close()
 
 
-def _look_at(task: asyncio.Task[Any]) -> None:
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     """Read the task's exception, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 class EnvironmentPool:
-    """At most `max_environments` instances in use; an instance whose episode had no fault is
-    reused.
+    """At most `max_environments` environment instances in use.
 
-    Other instances are closed when their last method returns; an instance that hangs no longer
-    counts. A pool serves one event loop.
+    An instance whose episode had no fault is reused. Another is closed when its last method
+    returns, and no longer counts as in use even if it hangs. A pool serves one event loop.
     """
 
     def __init__(self, make: MakeEnvironment, max_environments: int) -> None:
-        """Raises ConfigError for a number below 1."""
+        """`make`: returns a new instance. Raises ConfigError for `max_environments` below 1."""
         if max_environments < 1:
             raise ConfigError(f"max_environments={max_environments} must be at least 1")
         self._make = make
@@ -218,8 +218,9 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def acquire(self) -> HostedEnvironment:
-        """Return an instance for the caller alone until `release`. Raises EnvironmentFault if
-        closed.
+        """Wait for an instance and return it, for the caller alone until `release`.
+
+        Raises EnvironmentFault if the pool is closed.
         """
         await self._places.acquire()
         if self._is_closed:

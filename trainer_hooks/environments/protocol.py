@@ -1,6 +1,7 @@
 """The Environment protocol, and the types that pass between an environment and the model.
 
-Implemented by users; pool and episodes call it.
+Users implement Environment, as do ToolEnvironment and OpenEnvironment. Used by the other modules of
+`trainer_hooks.environments`; HostedEnvironment calls its methods.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ...,
 
 
 class ToolCallError(RolloutError):
-    """A tool call that cannot be carried out. The model reads the message and continues."""
+    """A tool call that cannot be carried out. Raised by `step`; the model reads the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTurn:
     """The model's output in one turn.
 
-    `text`: the whole generated text, without the token that ends the turn. `content`: the text
-    without tool calls and without `reasoning`, the thoughts. `tool_calls`: calls of any name;
-    `malformed_calls`: texts between a call's tags that are not calls.
+    `text`: the whole generated text, without the token that ends the turn.
+    `content`: the text without `reasoning`, the model's thoughts, and without tool calls.
+    `tool_calls`: calls of any name. `malformed_calls`: texts between a call's tags that cannot be
+    read as a call.
     """
 
     text: str
@@ -37,8 +39,9 @@ class ModelTurn:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The turn as a message of OpenAI's protocol. Conversation recognises it and renders the
-        generated text.
+        """The turn as a message of OpenAI's protocol.
+
+        Conversation recognises the message and renders it as the generated text.
         """
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.tool_calls:
@@ -51,8 +54,9 @@ class ModelTurn:
 class Step:
     """An environment's answer to a turn: `messages` for the model, such as a tool's result.
 
-    `is_done`: the episode has ended. `reward`: reward of this step; the rewards of all steps are
-    added. `num_bad_tool_calls`: calls answered by an error, for the metrics.
+    `is_done`: whether the episode has ended.
+    `reward`: reward of this step, added to the other steps'; None for no reward.
+    `num_bad_tool_calls`: calls answered by an error, for the metrics.
     """
 
     messages: Sequence[Message] = ()
@@ -65,10 +69,10 @@ class Environment(Protocol):
     """An environment that the model acts in, one episode at a time. Derive from it, or implement
     its members.
 
-    Each method may be async. Other methods run in one thread for the whole life of an instance, so
-    they may block. An instance serves one rollout at a time; after an episode without a fault it is
-    reset for another. An exception fails the rollout; a ToolCallError goes to the model instead,
-    and a ConfigError ends the run.
+    Each method may be async. Methods that are not async run in the instance's own thread, so they
+    may block. An instance serves one rollout at a time. After an episode without a fault it is
+    reset for another. An exception fails the rollout. But a ConfigError ends the run, and the model
+    reads a ToolCallError of `step`.
     `tools`: schemas of the tools that the model may call, in OpenAI's form; read after each reset.
     """
 
@@ -77,37 +81,37 @@ class Environment(Protocol):
     def reset(
         self, row: Mapping[str, Any]
     ) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Begin the episode of `row`, the prompt's columns, whatever state the last episode left.
+        """Start the episode of `row`: the prompt's columns, and the prompt itself as "prompt".
 
-        Returns messages that follow the prompt's messages, if any.
+        Discards the state of the last episode. Returns messages to append to the prompt's, or None.
         """
         ...
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Answer a turn of the model. Its calls name tools of `tools` and have JSON objects as
-        arguments.
+        """Return the answer to a turn of the model.
 
-        Other calls have been answered already and are left out.
+        The turn's calls name tools of `tools` and have JSON objects as arguments. Other calls are
+        left out: the model gets an error for them.
         """
         ...
 
     def reward(
         self,
     ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float] | None] | None:
-        """Return the episode's reward in addition to its steps' rewards. Called once at the end.
+        """Return the reward to add to the steps' rewards. Called once at the end of an episode.
 
-        A mapping holds named parts, which are summed. None leaves the reward to the reward
-        function.
+        A mapping holds named parts, which are summed. None adds nothing; without any reward of a
+        step, the reward function then scores the episode.
         """
         return None
 
     def state(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         """Return the JSON-able state at the end of the episode.
 
-        It goes to completions.jsonl, and to the reward function as its column `environment_state`.
+        The state goes to completions.jsonl, and to the reward function as `environment_state`.
         """
         return {}
 
     def close(self) -> Awaitable[None] | None:
-        """Release what the instance holds. Called once, after all other calls."""
+        """Release the instance's resources. Called once, after all other calls."""
         return None

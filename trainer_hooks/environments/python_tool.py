@@ -1,6 +1,7 @@
 """PythonTool: runs Python programs that a model wrote, in processes with limits and in a sandbox.
 
-Used by environments with a Python tool (examples/python_tool.py).
+Used by users' environments with a Python tool, such as `examples.python_tool`. Each program runs in
+a child process (`trainer_hooks.environments.sandboxed_python`) and a temporary directory.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class PythonResult:
     stopped_by: str | None = None
 
     def __str__(self) -> str:
-        """Return the output, and a line in brackets if the program was stopped, for a model to
-        read.
-        """
+        """Return the output for a model, with a line in brackets if the program was stopped."""
         if self.stopped_by is None:
             return self.output
         separator = "\n" if self.output and not self.output.endswith("\n") else ""
@@ -93,9 +92,11 @@ class PythonTool:
         num_processes: int = 4,
         required: Sequence[str] = PROTECTIONS,
     ) -> None:
-        """`required`: protections without which no program is run.
+        """`limits`: of each program; None takes the defaults. `required`: protections without
+        which no program is run.
 
-        Raises ConfigError if the kernel lacks one of them, and outside Linux.
+        Raises ConfigError if the kernel lacks one of them, for `num_processes` below 1, for limits
+        under which Python does not start, and outside Linux.
         """
         if num_processes < 1:
             raise ConfigError(f"num_processes={num_processes} must be at least 1")
@@ -111,8 +112,9 @@ class PythonTool:
             )
 
     async def run(self, program: str) -> PythonResult:
-        """Run `program` to its end. Cancelling ends it. Raises OSError if no process can be
-        started.
+        """Run `program` to its end and return its output. Cancelling this call ends the program.
+
+        Raises OSError if no process can be started.
         """
         permit = await self._limiter.acquire()
         try:
@@ -155,8 +157,9 @@ class PythonTool:
     async def _exchange(
         self, process: asyncio.subprocess.Process, program: str, output: bytearray
     ) -> str | None:
-        """Send the program and read its output to the end. Returns the limit that it exceeded, if
-        any.
+        """Send the program to the process and append its output to `output`, until it ends.
+
+        Returns the limit that the output exceeded, else None.
         """
         assert process.stdin is not None
         assert process.stdout is not None
@@ -173,7 +176,7 @@ class PythonTool:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Terminate the process group, and wait for its first process."""
+    """Terminate the process and wait for its end. After 5 s, kill its process group and raise."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()  # it kills the second process and reaps it
         try:
@@ -184,7 +187,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _protections(limits: PythonLimits) -> frozenset[str]:
-    """Return the protections that this kernel gives. Raises ConfigError outside Linux."""
+    """Return the protections that this kernel gives.
+
+    Raises ConfigError outside Linux, and if Python does not start under `limits`.
+    """
     if sys.platform != "linux":
         raise ConfigError(f"PythonTool needs Linux; this is {sys.platform}")
     with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:

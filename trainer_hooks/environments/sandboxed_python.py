@@ -67,7 +67,7 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     **dict(setxattr=(188, 5), lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463)),
     **dict(removexattr=(197, 14), lremovexattr=(198, 15), fremovexattr=(199, 16)),
     **dict(removexattrat=(466, 466), file_setattr=(469, 469)),
-    # Calls for the administrator only, as whom the trainer may run.
+    # Calls that only root may make; the trainer may run as root.
     **dict(reboot=(169, 142), kexec_load=(246, 104), kexec_file_load=(320, 294)),
     **dict(init_module=(175, 105), finit_module=(313, 273), delete_module=(176, 106)),
     **dict(swapon=(167, 224), swapoff=(168, 225), settimeofday=(164, 170)),
@@ -81,8 +81,8 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program in a child process. Returns its exit status, or 128 plus a signal's
-    number.
+    """Run the program in a child process. Returns its exit status, or 128 plus the number of the
+    signal that ended it.
     """
     settings, program = json.loads(arguments[0]), sys.stdin.buffer.read()
     _die_with_parent()
@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) -> int:
+    """Enter the sandbox and run the program. Returns its exit status; 1 if it is not run."""
     given = _protect(settings, has_namespaces)
     if not program:
         print(json.dumps(given))
@@ -124,9 +125,7 @@ def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) 
 
 
 def _execute(program: bytes) -> int:
-    """Run the program and return its exit status. Its exception is printed as by the
-    interpreter.
-    """
+    """Run the program and return its exit status. Prints its exception as the interpreter would."""
     status = 0
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
@@ -183,9 +182,7 @@ def _is_closed(end_of_pipe: int) -> bool:
 
 
 def _make_namespaces() -> bool:
-    """Enter new user, mount, IPC, network and process namespaces. Returns False if the kernel
-    refuses.
-    """
+    """Enter new user, mount, IPC, network and process namespaces. Returns False if refused."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_NAMESPACES):
         return False
@@ -253,8 +250,9 @@ _X32_CALLS = 0x40000000
 
 
 def _forbid_system_calls() -> bool:
-    """Install a filter under which forbidden system calls fail with EPERM. Returns whether it
-    holds.
+    """Install a filter under which forbidden system calls fail with EPERM.
+
+    Returns False if the kernel or the machine does not support it.
     """
     if os.uname().machine not in _MACHINES:
         return False
@@ -282,7 +280,7 @@ def _filter(column: int, architecture: int, pid: int) -> list[tuple[int, int, in
         number = numbers[column]
         if number is not None:
             lines += [(_EQUAL, 0, 1, number), refuse]
-    # glibc then calls clone, whose flags can be seen.
+    # clone3 fails with ENOSYS. glibc then calls clone, whose flags the filter can read.
     lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     lines += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENTS)]
     lines += [(_ANY_BIT, 0, 1, _CLONE_THREAD), allow, refuse]

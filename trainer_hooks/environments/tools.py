@@ -1,4 +1,7 @@
-"""ToolEnvironment: an environment whose methods are the model's tools. Users derive from it."""
+"""ToolEnvironment: an environment whose methods are the model's tools.
+
+Users derive from it, as do `examples.store` and `examples.python_tool`.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +58,18 @@ class _AsyncCall:
 class ToolEnvironment(Environment):
     """Calls the methods marked with `@tool` as the model asks for them.
 
-    Several calls in one turn run in order, async ones after all others. A returned text is the
-    answer, any other value is encoded as JSON. A turn without a call ends the episode: override
-    `answer` to change that. Arguments are checked against the annotations; wrong arguments, and a
-    ToolCallError that a tool raises, are reported to the model.
+    Several calls in one turn run in order, async ones after all others. The model reads a tool's
+    result: a text as it is, any other value as JSON. Arguments are checked against the
+    annotations; wrong arguments, and a ToolCallError that a tool raises, are reported to the model.
+    A turn without a call ends the episode; override `answer` to change that.
     """
 
     _tool_specs: ClassVar[Mapping[str, _ToolSpec]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Collect the class's tools. Raises ConfigError for a tool without a docstring, or with
+        """Collect the class's tools.
+
+        Raises ConfigError for a tool without a docstring, with `*args` or `**kwargs`, or with
         annotations that JSON cannot express.
         """
         super().__init_subclass__()
@@ -82,15 +87,15 @@ class ToolEnvironment(Environment):
         return [spec.schema for spec in self._tool_specs.values()]
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begin the episode of a row. Does nothing here: there is no state."""
+        """Start the episode of a row. Does nothing here: there is no state."""
         return None
 
     def answer(self, turn: ModelTurn) -> Any:
-        """Return the Step for a turn that calls no tool; may be async. Here it ends the episode."""
+        """Return the Step for a turn that calls no tool. Here it ends the episode. May be async."""
         return Step(is_done=True)
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Return the results of the turn's calls as messages."""
+        """Return the results of the turn's calls as messages; without a call, that of `answer`."""
         if not turn.tool_calls:
             answer: Step | Awaitable[Step] = self.answer(turn)
             return answer
@@ -109,7 +114,7 @@ class ToolEnvironment(Environment):
         return _step(calls, results)
 
     def _result_of(self, call: ToolCall) -> Any:
-        """Return the tool's result; an _AsyncCall for an async tool, the error for a wrong call."""
+        """Return the tool's result, an _AsyncCall for an async tool, or the error of a bad call."""
         method = getattr(self, call.name)
         try:
             kind = self._tool_specs[call.name].arguments

@@ -4,6 +4,8 @@ environment = VerifiersEnvironment.load("reverse-text", tokenizer)
 producer = AsyncRolloutProducer(
     llm, environment.prompts(), environment.reward_fn, ..., rollout_fn=environment
 )
+
+Used by users, and by training jobs that name it as `environment.path`.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class VerifiersEnvironment(AgentRollouts):
     Its rollouts have the exact tokens of the requests, the rubric's reward, the rubric's functions
     as reward terms (unweighted) and the JSON-able part of the environment's state. A fault of the
     environment fails its rollout alone; errors of the llm are raised.
-    `reward_fn`: for a rubric with group functions, which score the samples of a prompt together;
-    None for other rubrics, whose rollouts have their own rewards.
+    `reward_fn`: scores the samples of a prompt together, for a rubric with group functions. None
+    for other rubrics: `run` scores each rollout.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
@@ -61,8 +63,8 @@ class VerifiersEnvironment(AgentRollouts):
     ) -> VerifiersEnvironment:
         """Return the environment that the installed package `name` creates from `args`.
 
-        Raises ConfigError without verifiers or the package, and for arguments that it does not
-        accept.
+        Raises ConfigError without verifiers or the package, for arguments that the package
+        refuses, and outside the main thread.
         """
         load_environment = _import_verifiers().load_environment
         with _own_signal_handlers():
@@ -81,8 +83,9 @@ class VerifiersEnvironment(AgentRollouts):
         return VerifiersPrompts(self.environment.get_eval_dataset(), self._as_text)
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one rollout of the environment, with its score unless the group is scored
-        together.
+        """Run one rollout of the environment. Returns the fields of its Rollout.
+
+        The reward is among them unless `reward_fn` scores the group. Raises EnvironmentFault.
         """
         rubric = self.environment.rubric
         rest = dict(columns)
@@ -107,7 +110,7 @@ class VerifiersEnvironment(AgentRollouts):
     async def _score_group(
         self, completions: Sequence[Any], verifiers_state: Sequence[Any]
     ) -> list[float]:
-        """Return the rubric's rewards of the samples of one prompt, with its functions as terms."""
+        """Return the rubric's rewards of a prompt's samples, each with its functions as terms."""
         rubric = self.environment.rubric
         try:
             await rubric.score_group(list(verifiers_state))
@@ -171,7 +174,7 @@ def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _import_verifiers() -> Any:
-    """Return the package. Raises ConfigError if it is missing or of another version."""
+    """Return the package verifiers. Raises ConfigError if it is missing or too new."""
     try:
         import verifiers
 
@@ -186,8 +189,9 @@ def _import_verifiers() -> Any:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Restore this process's signal handlers after the block: verifiers' environments replace
-    them.
+    """Restore this process's signal handlers after the block, in which verifiers replaces them.
+
+    Raises ConfigError outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("verifiers makes environments in the main thread only")
@@ -212,7 +216,7 @@ def _client_class() -> Any:
     from verifiers.errors import OverlongPromptError
 
     class SessionClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
-        """`client`: a ChatSession."""
+        """A client of verifiers whose `client` is a ChatSession."""
 
         async def get_native_response(
             self,
@@ -229,6 +233,6 @@ def _client_class() -> Any:
                 raise OverlongPromptError(str(error)) from error
 
         async def close(self) -> None:
-            """The session holds nothing."""
+            """Do nothing: a session has no connection."""
 
     return SessionClient

@@ -1,9 +1,11 @@
-"""Environments of `verifiers.v1`, the only ones since its version 0.4, as prompts and a rollout_fn.
+"""Environments of the package verifiers from its version 0.4 on, as prompts and a rollout_fn.
 
 async with VerifiersV1Environment.load("gsm8k-v1", tokenizer, args) as environment:
     producer = AsyncRolloutProducer(
         llm, environment.prompts(), None, ..., rollout_fn=environment
     )
+
+Used by users, and by training jobs that name it as `environment.path`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ _INDEX = "task_index"
 
 
 class VerifiersV1Environment(AgentRollouts):
-    """A rollout_fn that runs an unmodified `verifiers.v1.Env` of one agent, and the context that
-    serves it.
+    """A rollout_fn that runs an unmodified `verifiers.v1.Env` of one agent. Enter it as an async
+    context before the first rollout.
 
     The agent's program asks for chat completions over HTTP. Rollouts have the exact tokens, the sum
-    of the weighted rewards, the scores of rewards and metrics as terms, and the trace's `info` as
-    state.
+    of the weighted rewards, the scores of rewards and metrics as terms, and the trace's `info` in
+    their state.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
@@ -57,9 +59,9 @@ class VerifiersV1Environment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersV1Environment:
-        """Return the environment over the taskset `name`. `args`: its configuration, as {"taskset":
-        ..., "agent": {"harness": ..., "runtime": ...}}.
+        """Return the environment over the taskset `name`.
 
+        `args`: its configuration, as {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}.
         Raises ConfigError without verifiers.v1 or the taskset, and for unknown fields.
         """
         try:
@@ -95,7 +97,10 @@ class VerifiersV1Environment(AgentRollouts):
         await self._stack.aclose()
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one episode of the row's task and return the fields of its Rollout."""
+        """Run one episode of the row's task and return the fields of its Rollout.
+
+        Raises EnvironmentFault for a failed episode, ConfigError if the agent ran several times.
+        """
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         with self._endpoint.serving(session) as url:

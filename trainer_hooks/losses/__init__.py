@@ -1,8 +1,10 @@
 """Policy and value losses on token log-probs, the corrections for old tokens, and diagnostics.
 
+Used by users' training loops, `trainer_hooks.update` and the training job.
+
 Shape letters of the package: B rows (token sequences; see RolloutBatch), T positions of prompt +
 completion, right padded.
-Column t of a log-prob tensor is the log-prob of token t; the mask is 1 on the tokens trained on.
+Column t of a log-prob tensor is the log-prob of token t. The mask is 1 on the tokens trained on.
 """
 
 from trainer_hooks.losses.config import (

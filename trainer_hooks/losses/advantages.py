@@ -1,6 +1,8 @@
 """Advantages from rewards: relative to a group of rollouts, or by a critic's values.
 
-Used by training loops and the training job between rewards and `policy_loss`. Pure functions.
+Used by users' training loops, `trainer_hooks.train.learner` and `trainer_hooks.train.critic`
+between rewards and `policy_loss`; by `trainer_hooks.producer.groups` (`has_reward_spread`) and
+`trainer_hooks.rewards.ready_made` (`overlong_penalties`). Pure functions.
 
 Shape letters: P prompts, G rollouts of one prompt (a group), B rollouts, T positions.
 """
@@ -29,7 +31,7 @@ def group_advantages(
     normalize: AdvantageNormalization = "std",
     baseline: AdvantageBaseline = "mean",
 ) -> torch.Tensor:
-    """Return rewards relative to their group, float32 [P, G]; the group's mean replaces a critic.
+    """Return rewards relative to their group, float32 [P, G]. No critic is needed.
 
     A NaN reward marks a failed rollout: it is left out of the group's mean and deviation and gets
     advantage 0. A group without spread (`has_reward_spread`), or with fewer than two valid
@@ -71,11 +73,11 @@ def group_advantages(
 
 
 def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
-    """Return which groups have two different rewards, bool [P]. NaN (a failed rollout) is ignored.
+    """Return which groups have at least two different rewards, bool [P].
 
-    Rewards that differ only by the rounding of their dtype are equal (ROUNDING_UNITS). Groups
-    without spread give no gradient and can be left out of the batch: DAPO (Yu et al. 2025), sec.
-    3.2.
+    NaN (a failed rollout) is ignored. Rewards that differ only by the rounding of their dtype are
+    equal (ROUNDING_UNITS). Groups without spread give no gradient and can be left out of the batch:
+    DAPO (Yu et al. 2025), sec. 3.2.
     """
     if not rewards_PG.is_floating_point():
         rewards_PG = rewards_PG.to(torch.float64)
@@ -86,10 +88,9 @@ def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the values in the mask with mean 0 and deviation 1, float32 [B, T]; 0 outside the
-    mask.
+    """Return the values in the mask, shifted and scaled to mean 0 and deviation 1; 0 outside.
 
-    All values are 0 if they are equal up to the rounding of their dtype, or fewer than two.
+    Float32 [B, T]. All are 0 if fewer than two, or equal up to the rounding of their dtype.
     """
     trained_N = values_BT[mask_BT]
     if len(trained_N) < 2 or not bool(_is_beyond_rounding(trained_N.amin(), trained_N.amax())):
@@ -100,7 +101,7 @@ def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _is_beyond_rounding(smallest: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return whether two bounds of the same floating dtype differ by more than rounding, bool."""
+    """Return whether two bounds differ by more than the rounding of their floating dtype, bool."""
     unit = torch.finfo(largest.dtype).eps
     size = torch.maximum(smallest.double().abs(), largest.double().abs())
     return largest.double() - smallest.double() > ROUNDING_UNITS * unit * size
@@ -145,10 +146,10 @@ def gae_advantages(
 def reinforce_plus_plus_advantages(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Return the returns from each token on, whitened over the batch's trained tokens; float32 [B,
-    T].
+    """Return each token's sum of later rewards, whitened over the trained tokens, float32 [B, T].
 
-    `rewards_BT`: the reward on a rollout's last token with the KL penalties, from `token_rewards`.
+    The sum is discounted and includes the token's own reward.
+    `rewards_BT`: the reward on a rollout's last token and the KL penalties, from `token_rewards`.
     For the variant with a baseline, first subtract the group's mean from the rewards
     (`group_advantages(..., normalize="none")`). A rollout with a NaN reward gets zeros and does not
     count. Rewards outside the mask are not read; results there are 0.
@@ -188,8 +189,9 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return, at each position, the value of the next trained token, or the bootstrap after the
-    last.
+    """Return at each position the value of the next trained token; after the last the bootstrap's.
+
+    The bootstrap value is 0 if none is given.
     """
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)

@@ -1,6 +1,7 @@
 """Settings of the policy losses, checked when they are made, and the constants of each kind.
 
-Used by `policy_loss`, and by training loops and the training job to configure it. Immutable.
+Used by the other modules of `trainer_hooks.losses`, and by users' training loops, the training job
+and `trainer_hooks.update.micro_batches`, which pass it to `policy_loss`. Immutable.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _FRESH = "a fresh token weighs 1"
 class Kind:
     """The constants that the paper of a loss kind fixes.
 
-    `ratio_level`: level of the clipped ratio: per token, or one per rollout, as the geometric mean
-    or the product over tokens.
-    `clips_weight`: True if the clipped ratio is a constant weight of log pi, rather than
-    differentiated.
+    `ratio_level`: `token` for a ratio of each token; `geometric` or `sequence` for one ratio of a
+    rollout, the geometric mean or the product over its tokens.
+    `epsilon_low`, `epsilon_high`: the clip range is [1 - epsilon_low, 1 + epsilon_high].
+    `clips_weight`: whether the clipped ratio is a constant weight of log pi without a gradient.
     `gate_temperatures`: temperatures, for A > 0 and otherwise, of a sigmoid that replaces the clip.
-    `advantage_*`: arguments of `group_advantages` in the paper.
-    `divides_by_max_length`: True if token sums are divided by the limit on new tokens
+    `advantage_*`: the paper's arguments of `group_advantages`.
+    `divides_by_max_length`: whether token sums are divided by the limit on new tokens
     (`with_limit`).
     """
 
@@ -109,10 +110,10 @@ class OffPolicyCorrection:
     log-probs are given, else uses 1.
     `level`: one w per `token`, or one per rollout: the product over its tokens (`sequence`) or
     their `geometric` mean.
-    `low`, `high`: None takes 2 as `high` of truncate, and [0.5, 5] for mask.
+    `low`, `high`: the band of w. None takes [0, 2] for truncate and [0.5, 5] for mask.
     `lag_decay`: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag + KV
-    lag. So a fresh token has the given band, and the band narrows towards 1 with age.
-    `max_kv_lag`: tokens whose context KV is older than their sampler by more than this weigh 0.
+    lag. So a token without lag has the given band, and the band narrows towards 1 as lag grows.
+    `max_kv_lag`: tokens with a larger KV lag (sampler's version - mean version of its KV) weigh 0.
     Raises ConfigError for a value out of range and for settings that contradict each other.
     """
 
@@ -177,23 +178,24 @@ LOSS_HINTS = {
 @refuses_with_hints(LOSS_HINTS, ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig:
-    """Settings of the policy loss. A field that is None takes the value of the kind's paper.
+    """Settings of the policy loss.
 
     `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]. A
     larger `epsilon_high` leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For
     cispo, 1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap
-    itself).
+    itself). None takes the values of the kind's paper.
     `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
-    1912.09729, eq. 5). Only for kinds that clip token by token.
-    `aggregation`: how token losses become one number, by verl's names. cispo accepts any; each
-    other kind only its own.
+    1912.09729, eq. 5). Only for kinds that clip token by token. None sets no bound.
+    `aggregation`: how token losses become one number, by verl's names. None takes that of the
+    kind's paper. cispo and sapo accept any, each other kind only its own.
     `max_completion_length`: constant by which token sums per rollout are divided (Dr. GRPO),
-    whatever the denominator is.
+    whatever the denominator is. None does not divide them.
     `kl_coefficient`: weight of the KL term to the reference policy; 0 leaves it out.
     `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
     `entropy_coefficient`: weight of the entropy bonus; 0 leaves it out.
     `max_sequence_kl`: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A
-    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1).
+    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1). None sets
+    no limit.
     `correction`: weights of tokens that an older policy sampled.
     Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
     compute what their names say.
@@ -291,8 +293,7 @@ class PolicyLossConfig:
         return normalize, baseline
 
     def with_limit(self, max_new_tokens: int) -> PolicyLossConfig:
-        """Return the config for completions of at most `max_new_tokens`, the divisor in Dr. GRPO's
-        code.
+        """Return the config with `max_new_tokens` as divisor of token sums, if the kind has one.
 
         A given `max_completion_length` is kept.
         """

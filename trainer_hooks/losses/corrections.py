@@ -1,6 +1,6 @@
-"""Weights for tokens that an older policy sampled: `OffPolicyCorrection` in tensors.
+"""Weights for tokens that an older policy sampled: computes an `OffPolicyCorrection`.
 
-Used by `policy_loss`. Pure functions.
+Used by `policy_loss` and by users' training loops. Pure functions.
 
 Shape letters: B rows, T positions. w = exp(proximal - behaviour), 1 where the two agree.
 
@@ -34,11 +34,11 @@ def correction_weights(
     policy_lag_BT: torch.Tensor | None = None,
     kv_lag_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the weight of each token, [B, T] without a gradient, and per-token flags [B, T].
+    """Return the weight of each token, [B, T] without a gradient, and flags by name, bool [B, T].
 
-    `log_ratio_BT` = proximal - behaviour, 0 outside the mask. Flags: `above` and `below` the band,
-    and `dropped` for a weight of 0. With a level of whole rollouts every token has its rollout's
-    weight.
+    `log_ratio_BT` = proximal - behaviour, 0 outside the mask. Flags: `above` and `below` say that
+    the ratio is outside the band, `dropped` that the weight is set to 0. At a level of whole
+    rollouts every token has its rollout's weight.
     Raises ConfigError if the correction needs a lag that is not given.
     """
     log_ratio_BT = log_ratio_BT.detach()
@@ -66,7 +66,7 @@ def correction_weights(
 def sequence_mask(
     log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, max_kl: float
 ) -> torch.Tensor:
-    """Return the tokens to drop, bool [B, T]: with A < 0, in a rollout unlikely under the policy.
+    """Return which tokens to drop, bool [B, T]: with A < 0, in a rollout unlikely under the policy.
 
     `log_ratio_BT` = log pi - log behaviour, 0 outside the mask. A rollout counts as unlikely if its
     mean of log behaviour - log pi is above `max_kl`. Making such tokens still less likely is what

@@ -1,7 +1,7 @@
 """Metrics of a loss on its batch: ratios, effective sample size, divergence and clipping.
 
 Used by `policy_loss` and `value_loss`. Pure functions. `lag_table` splits the metrics by lag.
-Everything stays a tensor until `to_floats` copies it to the host. A metric with a name of TRL
+Metrics stay tensors until `to_floats` copies them to the host. A metric with a name of TRL
 (`kl`, `entropy`, `clip_ratio/*`, `cispo_clip_ratio`, `sampling/importance_sampling_ratio/*`) or
 verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`) is the same number as there.
 
@@ -34,8 +34,9 @@ Metrics = dict[str, torch.Tensor]
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (n sum w^2) over the mask, in [0, 1]: 1 for equal weights, 0 for an empty
-    mask.
+    """Return (sum w)^2 / (n sum w^2) over the mask: from 0 to 1, where all weights are equal.
+
+    Returns 0 for an empty mask.
 
     Source: Kong 1992, A note on importance sampling using standardized weights.
     """
@@ -55,10 +56,10 @@ def loss_metrics(
 ) -> Metrics:
     """Return the metrics of a batch. `log_ratio_BT` = log pi - log behaviour.
 
-    `ppo_kl` (k1) is the divergence from the policy that the ratio is clipped around, `approx_kl`
-    (k3) from the behaviour policy. `weight_mean` and `eff_sample_size` describe the token weights
-    pi / behaviour. `sampled_entropy` is the mean of -log pi of the sampled tokens, an estimate of
-    `entropy`, which is the mean of `entropies_BT`.
+    `ppo_kl` (k1) is the divergence from the anchor, the policy that the ratio is clipped around;
+    `approx_kl` (k3) is the divergence from the behaviour policy. `weight_mean` and
+    `eff_sample_size` describe the token weights pi / behaviour. `sampled_entropy` is the mean of
+    -log pi of the sampled tokens, an estimate of `entropy`, the mean of `entropies_BT`.
     """
     weight_BT = log_ratio_BT.exp()
     step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
@@ -88,8 +89,7 @@ def correction_metrics(
 ) -> Metrics:
     """Return the metrics of an off-policy correction: its weights and the divergence it corrects.
 
-    `flags`: tokens whose weight is `above` or `below` a bound, or that are `dropped`.
-    `log_ratio_BT` = log anchor - log behaviour.
+    `flags`: from `correction_weights`. `log_ratio_BT` = log anchor - log behaviour.
     """
     prefix = "sampling/importance_sampling_ratio/"
     return {
@@ -110,8 +110,8 @@ def lag_metrics(
     mask_BT: torch.Tensor,
     is_clipped_BT: torch.Tensor,
 ) -> Metrics:
-    """Return the share of stale tokens (policy lag above 0), the share of them that is clipped, and
-    the mean KV lag.
+    """Return the share of stale tokens (policy lag above 0), the share of these that is clipped,
+    and the mean KV lag. Metrics of a lag that is None are left out.
     """
     metrics = {}
     if policy_lag_BT is not None:

@@ -1,9 +1,11 @@
 """Log-probs and entropies of final hidden states, without ever holding all logits.
 
-Logits [tokens, vocabulary] of a batch outweigh everything else a trainer keeps: 49,152 float32
-numbers a token. Here they are computed in chunks of tokens, forward and, once more, backward.
+The logits of a batch take more memory than anything else of a trainer: for each token as many
+float32 numbers as the vocabulary has ids. Here they are computed in chunks of tokens, once in the
+forward pass and again in the backward pass. Used by `trainer_hooks.update.tree_pass`.
 
-Shape letters: R hidden states, E hidden size, V vocabulary, M pairs of a hidden state and a token.
+Shape letters: R hidden states, C those of a chunk, E hidden size, V vocabulary, M pairs of a hidden
+state and a token.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ _CHUNK_BYTES = 32 << 20  # of float32 logits
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
-    """What makes logits of hidden states: softcap * tanh(scale * (h @ weight.T + bias) / softcap).
+    """A language-model head: softcap * tanh(scale * (h @ weight.T + bias) / softcap).
 
-    `softcap`: None leaves logits as they are; Gemma 2 and 3 bound them. `scale`: a factor that
-    Granite and Cohere multiply logits by.
+    `scale`: the factor by which Granite and Cohere multiply logits. `softcap`: the bound of Gemma's
+    logits; None leaves logits as they are.
     """
 
     weight_VE: Tensor
@@ -34,7 +36,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logits of hidden states, float32 [R, V]; no gradient."""
+        """Return the logits of hidden states, float32 [R, V], without a gradient."""
         return _logits(hidden_RE, self.weight_VE, self.bias_V, self, temperature=1.0)
 
 
@@ -43,8 +45,8 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `tokens_M` [M] and entropies in nats [R], float32, with gradients.
 
-    `rows_M`: the hidden state that predicts each token, ascending. Both are of
-    softmax(logits / temperature), as `token_logprobs` computes them from whole logits.
+    Both belong to softmax(logits / temperature), as in `token_logprobs`.
+    `rows_M`: index of the hidden state that predicts each token, ascending.
     """
     log_probs_M, entropies_R = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_RE, head.weight_VE, head.bias_V, head, rows_M, tokens_M, temperature
@@ -55,7 +57,7 @@ def head_logprobs(
 def logits_logprobs(
     logits_RV: Tensor, rows_M: Tensor, tokens_M: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return what `head_logprobs` returns, from logits that are there already."""
+    """Return the log-probs and entropies of `head_logprobs`, from logits already computed."""
     logits_RV = logits_RV.float() / temperature
     logits_RV = logits_RV.clamp(min=torch.finfo(torch.float32).min)  # of excluded tokens
     normalizers_R = logits_RV.logsumexp(dim=-1)
@@ -64,7 +66,7 @@ def logits_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The logits are computed again for the backward pass, chunk by chunk."""
+    """The function `head_logprobs`. Its backward pass computes the logits again, in chunks."""
 
     @staticmethod
     def forward(
@@ -145,7 +147,7 @@ def _chunks(num_rows: int, vocabulary: int, rows_M: Tensor) -> Iterator[tuple[sl
 def _logits(
     hidden_CE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, head: Head, temperature: float
 ) -> Tensor:
-    """Return logits / temperature, float32. A logit of -inf, of an excluded token, is finite."""
+    """Return logits / temperature, float32. -inf (excluded tokens) becomes the lowest float."""
     logits_CV = float32_product(hidden_CE, weight_VE, bias_V)
     if head.scale != 1.0:
         logits_CV.mul_(head.scale)

@@ -1,6 +1,7 @@
 """Estimates of KL(pi || reference) from sampled tokens, for the loss or for the reward.
 
-Used by `policy_loss`, and by training loops that penalise KL in the reward. Pure functions.
+Used by `policy_loss`, and by `trainer_hooks.train.learner` and users' training loops, which
+penalise KL in the reward. Pure functions.
 
 Shape letters: B rows, T positions. r = pi / reference at the sampled token.
 
@@ -14,11 +15,11 @@ tokens of pi itself, differentiating
     k2 gives log r d log pi: the gradient of KL(pi || reference), unbiased;
     k3 gives (1 - 1 / r) d log pi: the gradient of KL(reference || pi), another divergence.
 With `importance_weighted`, the estimate is multiplied by pi / behaviour. For k1 and k3 that ratio
-is differentiated too, for k2 it is a constant: then the gradients of all three are unbiased, and
-stay so for tokens of an older policy. In the reward it is the other way round: k1 is the one with
-an unbiased gradient, k2 and k3 are not.
-"Unbiased" is per position, given the tokens before; the effect of a token on later positions' KL
-is only in the reward, whose returns carry it back.
+is differentiated too, for k2 it is a constant. Then the gradients of all three are unbiased, also
+for tokens of an older policy. In the reward it is the other way round: only k1 has an unbiased
+gradient.
+"Unbiased" is per position, given the tokens before. Only in the reward does a token also answer
+for the KL of later positions, through the returns.
 
 Sources: Schulman 2020, Approximating KL divergence; GRPO's k3: Shao et al. 2024, arXiv 2402.03300,
 eq. 4; gradients: Tang and Munos 2025, arXiv 2506.09477; the weighted k3: DeepSeek-V3.2, arXiv
@@ -56,7 +57,7 @@ def kl_losses(
     estimator: KLEstimator,
     importance_weighted: bool,
 ) -> torch.Tensor:
-    """Return the KL term of each token [B, T], 0 outside the mask. Inputs must be 0 there, too."""
+    """Return the KL term of each token [B, T], 0 outside the mask. Log-probs must be 0 there."""
     estimate_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, estimator)
     if importance_weighted:
         ratio_BT = log_ratios(logprobs_BT, behaviour_logprobs_BT, mask_BT).exp()

@@ -1,6 +1,6 @@
 """Log-probs and entropies of a batch's tokens from a trainer's own logits.
 
-Used by `update_policy` and by training loops with a loss of their own. Pure functions.
+Used by `trainer_hooks.update.micro_batches` and by users' training loops. Pure functions.
 
 Shape letters: B rows, T positions, R = B * T, V vocabulary, E hidden size.
 """
@@ -65,12 +65,11 @@ def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch
 
 
 def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """Return logits of final hidden states, float32 [B, T, V], with a gradient, equal to the
-    engine's.
+    """Return logits of final hidden states as the engine computes them, float32 [B, T, V].
 
-    On a CUDA device, half-precision products keep their float32 sums. A model's own head rounds
-    them to its dtype, which alone makes its log-probs differ from the engine's. On other devices
-    this is the head's product, cast to float32.
+    They have a gradient. On a CUDA device, half-precision products keep their float32 sums. A
+    model's own head rounds them to its dtype, and so its log-probs differ from the engine's. On
+    other devices this is the head's product, cast to float32.
     """
     hidden_RE = hidden_BTE.reshape(-1, hidden_BTE.shape[-1])
     logits_RV: Tensor = _HeadLogits.apply(hidden_RE, weight_VE, bias_V)  # type: ignore[no-untyped-call]
@@ -78,7 +77,7 @@ def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = N
 
 
 class _HeadLogits(torch.autograd.Function):
-    """float32_product, for which torch has no derivative."""
+    """`float32_product` with a derivative, which torch lacks."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """merged_metrics: the metrics of a batch, computed from the metrics of its micro-batches.
 
-Used by `accumulate_gradients`. A pure function.
+Used by `accumulate_gradients` in `trainer_hooks.update.micro_batches`. A pure function.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> 
 
 
 def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """Return (sum w)^2 / (n sum w^2). A part's sums follow from its effective size and mean
-    weight.
-    """
+    """Return (sum w)^2 / (n sum w^2), with sums from each part's effective size and mean weight."""
     prefix = name.removesuffix("eff_sample_size")
     mean_name = f"{prefix}mean" if prefix.startswith("sampling/") else f"{prefix}weight_mean"
     counts = _counts(name, parts)
@@ -66,9 +64,7 @@ def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], in
 
 
 def _counts(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> list[float]:
-    """Return the number of tokens that `name` covers in each part: all, a cell's, or the stale
-    ones.
-    """
+    """Return how many tokens the metric covers in each part: all, a lag cell's, or stale ones."""
     if name.startswith("by_lag/") and not name.endswith("/token_fraction"):
         share_name = f"{name.rpartition('/')[0]}/token_fraction"
     elif name == "stale_clip_fraction":

@@ -1,7 +1,7 @@
 """policy_loss and value_loss: compute one scalar loss and its metrics from a batch.
 
-`accumulate_gradients` calls policy_loss, and the training job's critic calls value_loss. Training
-loops may call both. Pure functions.
+`trainer_hooks.update.micro_batches` calls policy_loss, `trainer_hooks.train.critic` calls
+value_loss, and users' training loops call both. Pure functions.
 
 Shape letters: B rows, T positions of prompt + completion, right padded. Column t of a log-prob
 tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
@@ -107,7 +107,7 @@ def _masked_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the losses, 0 for tokens that `max_sequence_kl` drops, and the share of these tokens
+    """Return the losses, with 0 for tokens that `max_sequence_kl` drops, and these tokens' share
     as a metric.
     """
     if config.max_sequence_kl is None:

@@ -1,7 +1,7 @@
 """Routing replay: a trainer's forward pass computes each token with the experts of the rollout.
 
-Used by `update_policy` and by training loops around a pass. It replaces the `forward` of the
-model's routers for the length of a block.
+Used by `trainer_hooks.update.micro_batches` and by users' training loops around a pass. It replaces
+the `forward` of the model's routers during a block.
 
 Source: R3 (Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and
 inference routers"), arXiv 2510.11370.
@@ -40,8 +40,9 @@ def replay_routing(
     With gradient checkpointing, run the backward pass inside the block as well: it repeats the
     layers, and outside the block torch finds them different (CheckpointError) unless use_reentrant
     is True.
-    Raises ConfigError for routing of another shape, ids without an expert, a model whose routers
-    are not recognised, and a forward pass that did not call all routers.
+    Raises ConfigError for routing of another shape, an id that no expert has or that a row has
+    twice, a model whose routers are not recognised, and a forward pass that did not call all
+    routers.
     """
     found = find_routers(model) if routers is None else list(routers)
     replayed = _replays(found, routing_BTLK)
@@ -97,7 +98,7 @@ class _Replay:
         self.router, self.num_calls = router, 0
         self._ids_NK, self._shape = ids_NK, shape
         self._forward: Callable[..., Any] = router.forward
-        self._had_own = "forward" in vars(router)  # forward was replaced before
+        self._was_replaced = "forward" in vars(router)  # by other code, before this replay
 
     def install(self) -> None:
         """Replace the router's `forward` by one that chooses the recorded ids."""
@@ -113,7 +114,7 @@ class _Replay:
 
     def remove(self) -> None:
         """Restore the router's `forward`."""
-        if self._had_own:
+        if self._was_replaced:
             self.router.forward = self._forward
         else:
             del self.router.forward
@@ -148,13 +149,13 @@ class _Choice(TorchFunctionMode):
                 f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the rows of "
                 "the very batch, padded or packed as its tokens are"
             )
-        ids_NK = self._ids_NK.to(scores_NE.device).long()  # a quarter of the bytes travel
+        ids_NK = self._ids_NK.to(scores_NE.device).long()  # copied as int16: a quarter of the bytes
         is_known_N1 = (ids_NK >= 0).all(dim=-1, keepdim=True)
         ids_NK = torch.where(is_known_N1, ids_NK, result.indices)
         return torch.return_types.topk((scores_NE.gather(-1, ids_NK), ids_NK))
 
     def check(self) -> None:
-        """Raise ConfigError unless the router chose once."""
+        """Raise ConfigError unless the router chose its experts by exactly one `torch.topk`."""
         if self._num_choices != 1:
             raise ConfigError(
                 f"{type(self._router).__name__} called torch.topk {self._num_choices} times for "

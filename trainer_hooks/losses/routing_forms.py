@@ -1,14 +1,14 @@
 """Converts recorded routing to and from the forms of verl, slime, prime-rl, NeMo-RL and SGLang.
 
-Used by integrations with these trainers (rollout_verl) and by users' own. Pure functions.
+Used by `rollout_verl.server` (`without_unknown`) and by users' integrations. Pure functions.
 
 This project's forms are `request.routing_indices`, int16 [tokens - 1, L, K], and
 `RolloutBatch.routing_BTLK`, int16 [B, T, L, K], right padded. They have only layers with experts,
-and -1 in unknown rows. In forms without -1, unknown rows and padding are 0 .. K - 1: K different
-experts.
+and -1 for a token whose experts are unknown. Forms that have no -1 get 0 .. K - 1 for unknown
+tokens and padding: K different experts.
 
-Shape letters: P positions, S positions of a padded row, B rows, T positions of our batch, L layers
-with experts, A all layers, K experts of a token.
+Shape letters: P positions of a request, S positions of verl's padded row, B rows, T positions of a
+RolloutBatch, L layers with experts, A all layers, K experts of a token.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ _BYTES_DTYPES = ("uint8", "uint16", "int8", "int16", "int32")
 
 
 def without_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which each unknown row is 0 .. K - 1, a choice of K different experts."""
+    """Return a copy with 0 .. K - 1, a choice of K different experts, where experts are unknown."""
     top_k = torch.arange(routing.shape[-1], dtype=routing.dtype, device=routing.device)
     return torch.where(_is_row(routing), routing, top_k)
 
 
 def duplicates_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """Return a copy in which rows with an expert twice, such as zeros, are -1: no router chooses
-    so.
-    """
+    """Return a copy with -1 where a token has an expert twice, as in zeros. No router does that."""
     ordered = routing.sort(dim=-1).values
     is_twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1, keepdim=True)
     return routing.masked_fill(is_twice, UNKNOWN)
@@ -48,7 +46,7 @@ def duplicates_unknown(routing: torch.Tensor) -> torch.Tensor:
 def all_layers(routing: torch.Tensor, moe_layers: Sequence[int], num_layers: int) -> torch.Tensor:
     """Return routing [..., L, K] as [..., A, K] with zeros in dense layers.
 
-    `moe_layers`: indices of the layers with experts.
+    `moe_layers`: indices of the layers with experts. Raises ConfigError for other layers.
     """
     shape = *routing.shape[:-2], num_layers, routing.shape[-1]
     _require(
@@ -60,7 +58,10 @@ def all_layers(routing: torch.Tensor, moe_layers: Sequence[int], num_layers: int
 
 
 def moe_layers_only(routing: torch.Tensor, moe_layers: Sequence[int]) -> torch.Tensor:
-    """Return routing [..., A, K] as [..., L, K], without dense layers."""
+    """Return routing [..., A, K] as [..., L, K], without dense layers.
+
+    `moe_layers`: indices of the layers with experts. Raises ConfigError for other layers.
+    """
     _require(
         max(moe_layers, default=0) < routing.shape[-2],
         f"moe_layers={list(moe_layers)} are not among the {routing.shape[-2]} layers of routing of "
@@ -78,8 +79,8 @@ def to_verl(
     max_prompt_length: int,
     max_response_length: int,
 ) -> torch.Tensor:
-    """Return verl's `routed_experts` [B, S, L, K]. Row b starts at its prompt in verl's
-    `input_ids`.
+    """Return verl's `routed_experts` [B, S, L, K]. Each row starts where its prompt starts in
+    verl's `input_ids`.
 
     S = max_prompt_length + max_response_length. Raises ConfigError for lengths that do not fit.
     """
@@ -119,7 +120,7 @@ def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> 
     routing_BTLK = torch.full(shape, UNKNOWN, dtype=torch.int16)
     for row, length in enumerate(lengths):
         own_TLK = routed_experts[row][is_token_BS[row]].to(torch.int16)
-        routing_BTLK[row, : length - 1] = own_TLK[:-1]
+        routing_BTLK[row, : max(length - 1, 0)] = own_TLK[:-1]
     return duplicates_unknown(routing_BTLK)
 
 
@@ -144,8 +145,9 @@ def from_slime(rollout_routed_experts: np.ndarray) -> torch.Tensor:
 
 
 def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
-    """Return {"data": bytes, "shape", "dtype"}, uint8 or uint16. Raises ConfigError for unknown
-    rows.
+    """Return {"data": bytes, "shape": ..., "dtype": "uint8" or "uint16"}.
+
+    Raises ConfigError for unknown rows.
     """
     _require_known(routing_PLK, "prime-rl")
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 256
@@ -154,9 +156,7 @@ def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
 
 
 def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
-    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for another
-    form.
-    """
+    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for others."""
     dtype = str(routed_experts["dtype"])
     _require(dtype in _BYTES_DTYPES, f"dtype={dtype!r} must be one of {_BYTES_DTYPES}")
     return _of_bytes(routed_experts["data"], dtype, routed_experts["shape"])
@@ -166,9 +166,7 @@ def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
 
 
 def to_nemo_rl(routing_PLK: torch.Tensor) -> torch.Tensor:
-    """Return NeMo-RL's `routed_experts`: int8 for up to 128 experts, else int16; -1 where
-    unknown.
-    """
+    """Return NeMo-RL's `routed_experts`: int8 for ids up to 127, else int16; -1 where unknown."""
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 128
     return routing_PLK.to(torch.int8 if is_small else torch.int16)
 
@@ -191,8 +189,9 @@ def to_sglang(routing_PLK: torch.Tensor) -> str:
 
 
 def from_sglang(routed_experts: str, num_layers: int, top_k: int) -> torch.Tensor:
-    """Return `request.routing_indices` from SGLang's form. Apply `moe_layers_only` to the
-    result.
+    """Return `request.routing_indices` from SGLang's form. Raises ConfigError for another form.
+
+    Apply `moe_layers_only` to the result.
     """
     try:
         data = base64.b64decode(routed_experts, validate=True)

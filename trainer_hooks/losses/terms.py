@@ -1,6 +1,7 @@
 """Terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
 
-Used by the other modules of this package. Pure functions.
+Used by the modules policy, corrections, diagnostics and kl of `trainer_hooks.losses`, and by
+`trainer_hooks.update.micro_batches` (`aggregation_denominator`). Pure functions.
 
 Shape letters: B rows, T positions.
 """
@@ -79,11 +80,12 @@ def differentiable_ratios(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Losses [B, T] with a gradient, and without a gradient the ratio and the tokens that were
-    clipped.
+    """Losses [B, T] with a gradient, and without one the ratio and where it was clipped.
 
-    `is_low_BT`: True where the clip acts below, for A < 0. `is_high_BT`: above, for A > 0.
-    `is_dual_BT`: True where the dual clip acts. Values outside the mask have no meaning.
+    `is_low_BT`: True where the ratio is below the clip range and A < 0.
+    `is_high_BT`: True where the ratio is above the clip range and A > 0.
+    `is_dual_BT`: True where the dual clip acts; None without a dual clip.
+    Values outside the mask have no meaning.
     """
 
     losses_BT: torch.Tensor
@@ -154,8 +156,8 @@ def aggregate(
     `seq-mean-token-mean`: mean over tokens of each rollout, then sum / number of rollouts (GRPO,
     Shao et al. 2024, arXiv 2402.03300, eq. 3).
     Rollouts without a trained token do not count.
-    `denominator`: divisor in place of the number of tokens or rollouts. With the number of the
-    whole batch in every micro-batch, their gradients add up to the gradient of the batch.
+    `denominator`: divisor in place of the number of tokens or rollouts. If every micro-batch gets
+    the whole batch's number, their gradients add up to the gradient of the batch.
     `rollout_tokens_B`: number of trained tokens in all rows of each row's rollout, also in other
     micro-batches. With it, a rollout of several rows counts once.
     Raises ConfigError for a denominator that is not above 0.

@@ -1,4 +1,7 @@
-"""Metrics of a run: measuring them, and writing them to a JSONL file, wandb and the terminal."""
+"""Metrics of a run: measuring them, and writing them to a JSONL file, wandb and the terminal.
+
+Used by users' training loops, `trainer_hooks.train`, `trainer_hooks.producer` and the benchmarks.
+"""
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.histogram import read_histogram

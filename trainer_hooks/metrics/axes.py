@@ -1,13 +1,14 @@
 """The two step axes of a run, and the axis over which each metric is drawn.
 
-Used by the wandb run, which declares the axes, by the JSONL file, which keeps rows up to a step,
-and by the views of a run.
+Used by MetricsLogger, by `start_wandb_run`, which declares the axes, by JsonlWriter, which keeps
+rows up to a step, by ProgressView, and by the dashboard, samples and report of
+`trainer_hooks.train`.
 """
 
 TRAINER_STEP = "trainer/step"  # number of training steps done
 ROLLOUT_VERSION = "rollout/version"  # version of the weights that generated
 
-# Axis by glob of metric names. A later glob overrides an earlier one, as in wandb.
+# Axis of the metrics whose names match a glob. A later glob overrides an earlier one, as in wandb.
 AXIS_OF_METRIC = {
     "*": TRAINER_STEP,
     "engine/*": ROLLOUT_VERSION,

@@ -1,7 +1,7 @@
 """ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
 
-Used as the `console` of a MetricsLogger, and by the training job's dashboard where there is no
-terminal.
+Used as the `console` of a MetricsLogger, by `trainer_hooks.train.main` for the warm-up, and by the
+dashboard where there is no terminal. It prints to a rich Console.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ DEFAULT_COLUMNS = {
 class ProgressView:
     """A progress bar beside the latest values of a few metrics.
 
-    `columns`: format of each shown metric, by name.
+    `console`: where to print; None for standard output.
+    `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
     `line_interval`: number of steps between printed lines if the output is not a terminal.
     `clock`: returns seconds, for the elapsed time.
 
@@ -56,9 +57,7 @@ class ProgressView:
         self._latest: dict[str, Any] = {}
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
-        """Begin a bar of `num_steps` that follows the metric `step_name`. Ends the bar before
-        it.
-        """
+        """End the bar, if any, and begin one of `num_steps` that follows the metric `step_name`."""
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
@@ -85,7 +84,7 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row. A row without the stage's step only updates the values."""
+        """Show one row of metrics. A row without the stage's step only updates the values."""
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])

@@ -1,8 +1,9 @@
 """Histograms of whole numbers as plain columns, so that a row of metrics stays flat.
 
-Used by `rollout_metrics`, the wandb run and the charts of a run. The columns
-`policy_staleness/hist/0`, `/1`, ... hold the counts of the values 0, 1, ...; the last one, `/16+`,
-counts all values above 15.
+Written by `rollout_metrics`, and read by `with_histograms` for wandb and by the charts, dashboard
+and report of `trainer_hooks.train`. The columns `policy_staleness/hist/0`,
+`policy_staleness/hist/1`, ... hold the counts of the values 0, 1, ... The last one,
+`policy_staleness/hist/16+`, counts all values above 15.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _INFIX = "/hist/"
 
 
 def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
-    """Return counts by column `<name>/hist/<bin>`, from 0 to the bin of the largest value.
+    """Return the counts of `values` by column, `<name>/hist/<bin>`, up to the largest value's bin.
 
-    Fractions are rounded to the nearest whole number. Negative values count as 0.
+    Returns {} without values. Fractions are rounded to the nearest whole number. Negative values
+    count as 0.
     """
     if not values.numel():
         return {}
@@ -30,14 +32,15 @@ def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
 
 
 def read_histogram(row: Mapping[str, Any], name: str) -> dict[int, int]:
-    """Return {bin: count} of the columns that `row` has for `name`. The open last bin is
-    NUM_BINS.
+    """Return the count of each bin of the histogram `name` in `row`; {} if there is none.
+
+    The last bin, NUM_BINS, counts all values from NUM_BINS on.
     """
     return read_histograms(row).get(name, {})
 
 
 def read_histograms(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """Return all histograms of a row, by name."""
+    """Return all histograms of a row, by name, each with the count of each bin."""
     histograms: dict[str, dict[int, int]] = defaultdict(dict)
     for column, count in row.items():
         name, infix, label = column.rpartition(_INFIX)

@@ -1,6 +1,7 @@
 """JsonlWriter: writes metrics as one JSON object per line, readable while the run continues.
 
-Used by MetricsLogger; the views and reports of a run read the file.
+Used by MetricsLogger, `trainer_hooks.train.samples` and `trainer_hooks.train.main`.
+`trainer_hooks.train.report`, `trainer_hooks.train.main` and users read the files.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ class JsonlWriter:
     """Appends rows to a file and flushes each.
 
     `resume_step`: None starts a new file, and renames an existing one (`set_aside`). With a step,
-    rows up to that step are kept, so that a resumed run, which repeats the steps after its
-    checkpoint, has one row per step.
-    `max_bytes`: a file that grows beyond it is renamed from name.jsonl to name.1.jsonl, which it
-    replaces. None for no limit.
+    rows of later steps are deleted from an existing file, since a resumed run repeats the steps
+    after its checkpoint.
+    `max_bytes`: when name.jsonl grows beyond it, it is renamed to name.1.jsonl and replaces that
+    file. None for no limit.
     """
 
     def __init__(
@@ -40,9 +41,7 @@ class JsonlWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one row. Numbers that are not finite become null; values that JSON lacks become
-        text.
-        """
+        """Append one row. NaN and infinity become null; values that JSON lacks become text."""
         self._file.write(_line(metrics))
         self._file.flush()
         if self._max_bytes is not None and self._file.tell() > self._max_bytes:
@@ -56,14 +55,12 @@ class JsonlWriter:
 
 
 def rotated_path(path: Path) -> Path:
-    """Return the file with the rows before those in `path`, which exists once `path` grew too
-    large.
-    """
+    """Return the path, such as name.1.jsonl, of the file with the rows before those in `path`."""
     return path.with_suffix(f".1{path.suffix}")
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Return the rows of a file, without a last line cut off by a kill."""
+    """Return the rows of a file, without a last line that has no line break, as after a kill."""
     return list(iterate_jsonl(path))
 
 

@@ -1,6 +1,7 @@
 """MetricsLogger: writes each row of metrics to a JSONL file, wandb and the console.
 
-Used by training loops and the training job, and by engines as `metrics_writer`.
+Used by users' training loops, by `trainer_hooks.train.main` and `trainer_hooks.train.samples`, for
+which `trainer_hooks.train.run_files` makes it, and by engines as `metrics_writer`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class MetricsLogger:
     As a context manager it closes all sinks at the end, also after an exception.
     An error of the wandb run or the view is logged once, and rows still go to the other sinks.
     Errors of the JSONL file are raised, since a resumed run needs it.
+    `jsonl`: path of the JSONL file. `console`: the view.
     `resume_step`: step from which a resumed run continues; None starts a new JSONL file.
     """
 
@@ -71,7 +73,10 @@ class MetricsLogger:
     def log(
         self, metrics: Mapping[str, float], step: int | None = None, version: int | None = None
     ) -> None:
-        """Record one row at `trainer/step` = step and `rollout/version` = version."""
+        """Write one row with `step` as `trainer/step` and `version` as `rollout/version`.
+
+        None takes the latest step or version that was given, if any.
+        """
         if step is not None:
             self._axes[TRAINER_STEP] = step
         if version is not None:
@@ -86,8 +91,7 @@ class MetricsLogger:
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:
-        """Show the rows of the block, a stage of the run, in `view` instead of the logger's own
-        view.
+        """Show the rows written in the block in `view` instead of the logger's own view.
 
         Other sinks get the rows as before. Closes `view` at the end.
         """
@@ -99,7 +103,7 @@ class MetricsLogger:
             view.close()
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Record a table at the latest step in the wandb run, if there is one."""
+        """Write a table at the latest step to the wandb run, if there is one."""
         if self._wandb is not None:
             self._wandb_guard.call(
                 lambda run: run.log({**self._axes, name: as_table(columns, rows)}), self._wandb

@@ -1,9 +1,10 @@
 """Metrics of one training step, from its batch and its times. docs/metrics.md lists the names.
 
-Used by training loops, the producer and the training job. Pure functions.
+Used by users' training loops, `trainer_hooks.producer.batches` and `trainer_hooks.train.main`. Pure
+functions.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
-per prompt, N counted ones.
+per prompt, N the values of a metric.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return metrics of reward, length and staleness of a batch.
 
-    The rollouts are successive groups of `group_size`. Failed rollouts only count in
-    `failed_fraction`. `reward_std` is the mean over groups of the deviation within a group.
-    `finish_reasons`: one per rollout ("length" means truncated), for the metrics of truncated
-    completions. `entropy`: the policy's, per token, if known.
+    The rollouts are successive groups of `group_size`. Failed rollouts count only in
+    `failed_fraction` and in the totals `prompts/num_tokens` and `completions/num_tokens`.
+    `reward_std` is the mean over groups of the standard deviation within a group, 0 for a group of
+    fewer than two rewards.
+    `finish_reasons`: one per rollout ("length" means truncated); None leaves out the metrics of
+    truncated completions. `entropy`: the policy's mean per token; None leaves it out.
     Staleness is in versions, over the trained tokens. `policy_staleness` is the age of the weights
     that sampled a token, `kv_cache_staleness` the age of the weights that wrote its KV entry, and
     `kv_lag` how much older than its sampler the KV was that it attended to.
@@ -72,9 +75,9 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the times of a step, and its tokens per second.
 
-    Generated tokens are divided by the seconds spent on "generate". If engines generate while the
-    trainer trains, there are none, and the whole step is the divisor, as it always is for trained
-    tokens.
+    Generated tokens are divided by the seconds spent on "generate", or by the step's wall time if
+    there are none, as when engines generate while the trainer trains. Trained tokens are divided
+    by the step's wall time.
     """
     metrics, wall_s = times.as_metrics(), max(times.wall_s, 1e-9)
     return {
@@ -86,7 +89,7 @@ def step_metrics(
 
 
 def _num_mixed(batch: RolloutBatch) -> int:
-    """Return the number of rollouts whose trained tokens have several versions."""
+    """Return the number of rollouts whose trained tokens were sampled by several versions."""
     lags_BT, mask_BT = batch.policy_lag_BT, batch.mask_BT
     if not bool(mask_BT.any()):
         return 0

@@ -1,6 +1,7 @@
 """StageClock: the time that a stage of a run has taken, and an estimate of the time left.
 
-Used by ProgressView and the training job's dashboard; the job's report formats times by `minutes`.
+Used by ProgressView and `trainer_hooks.train.dashboard`; `trainer_hooks.train.report` formats times
+by `minutes`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ class StageClock:
         self._step = 0
 
     def start(self, num_steps: int | None) -> None:
-        """Begin a stage of `num_steps`; None if that is not known."""
+        """Begin a stage of `num_steps`; None if the number is not known."""
         self._num_steps, self._start_s = num_steps or 0, self._clock()
         self._first_step, self._step = None, 0
 
     def reach(self, step: int) -> None:
-        """Record that `step` is done. Steps before the first recorded one do not count as done in
-        this stage, since a resumed run continues at a later step.
+        """Record that `step`, counted from 1, is done.
+
+        Steps before the first recorded one are not in the time of this stage, since a resumed run
+        continues at a later step.
         """
         if self._first_step is None:
             self._first_step = max(step - 1, 0)
@@ -49,7 +52,7 @@ class StageClock:
 
 
 def minutes(seconds: float) -> str:
-    """Return seconds as text: 3:07, or 1:03:07."""
+    """Return seconds as text, such as 3:07 or 1:03:07."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     text = f"{rest // 60:02}:{rest % 60:02}"

@@ -1,7 +1,8 @@
 """TimeAccount: divides the trainer's seconds into categories that add up to the wall time.
 
-Used by training loops and the training job. EngineUse does the same for the engines, which compute
-or are idle on a timeline of their own.
+Used by users' training loops and `trainer_hooks.train.main`; `trainer_hooks.train.dashboard` shows
+the current category, and `trainer_hooks.metrics.measure` takes StepTimes. EngineUse divides the
+engines' time into computing and idle.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ CATEGORIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one step: `seconds` of every category, with sum `wall_s`, and their `shares` of it.
+    """Times of one step, by category.
 
-    The shares sum to 1. A step of no length is `other` entirely.
+    `seconds` sum to `wall_s`, the wall time. `shares` are their fractions of it and sum to 1; in a
+    step of no length, the share of `other` is 1.
     """
 
     wall_s: float
@@ -44,8 +46,8 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """Return `timing_s/*` and `timing_share/*` of every category, and the wall time
-        `timing_s/step`.
+        """Return the wall time as `timing_s/step`, and `timing_s/<category>` and
+        `timing_share/<category>` of every category.
         """
         return {
             "timing_s/step": self.wall_s,
@@ -57,9 +59,9 @@ class StepTimes:
 class TimeAccount:
     """Charges every moment to one category: that of the innermost open block, or `other`.
 
-    An account is one timeline, the trainer's. Two threads or asyncio tasks with open blocks would
-    count the same second twice, so the second one is refused and needs its own account. Another
-    timeline may follow when no block is open.
+    An account follows one thread or asyncio task, the trainer's. Two of them with open blocks would
+    count the same second twice, so calls of the second are refused by RolloutError. Another one may
+    follow when no block is open.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -97,9 +99,10 @@ class TimeAccount:
             return self._open_blocks[-1].category if self._open_blocks else OTHER
 
     def reassign(self, source: str, target: str, seconds: float) -> float:
-        """Move `seconds` of this step from `source` to `target`. Returns how many were moved.
+        """Move `seconds` of this step to another category. Returns the seconds moved.
 
-        For calls that report what they spent. No more is moved than `source` has.
+        At most the seconds of `source` are moved, and none if `seconds` is negative. Raises
+        ConfigError for an unknown category.
         """
         self._check_category(source)
         self._check_category(target)
@@ -112,13 +115,13 @@ class TimeAccount:
             return moved
 
     def reassign_phase(self, timings: PhaseTimings) -> None:
-        """Divide a generation phase, spent as `generate`, into its parts."""
+        """Move the push, resume and suspend of a phase from `generate` to their categories."""
         self.reassign("generate", "update", timings.update_s)
         self.reassign("generate", "resume", timings.resume_s)
         self.reassign("generate", "suspend", timings.suspend_s)
 
     def take(self) -> StepTimes:
-        """Return the times of the step that ends now, and begin the next. Open blocks continue."""
+        """Return the times of the step that ends now, and begin the next. Blocks stay open."""
         with self._lock:
             self._check_timeline(_current_timeline())
             self._charge()
@@ -155,11 +158,12 @@ class TimeAccount:
 
 
 class EngineUse:
-    """The share of time that `num_engines` engines beside the trainer spend computing."""
+    """Measures the share of time that `num_engines` engines beside the trainer spend computing."""
 
     def __init__(
         self, num_engines: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        """`clock`: returns seconds. Raises ConfigError for `num_engines` below 1."""
         if num_engines < 1:
             raise ConfigError(f"num_engines={num_engines} must be 1 or more")
         self._num_engines = num_engines
@@ -167,10 +171,10 @@ class EngineUse:
         self._last: tuple[float, EngineStats] | None = None
 
     def take(self, stats: EngineStats) -> dict[str, float]:
-        """Return `engine/busy_share`, `engine/idle_share` and tokens per second since the last
-        call.
+        """Return the metrics of the time since the last call; {} at the first call.
 
-        The first call returns {}. `stats`: of one engine, or the sum over all.
+        They are `engine/busy_share`, `engine/idle_share` and `engine/tokens_per_s`.
+        `stats`: of one engine, or the sum over all `num_engines`.
         """
         now_s, last = self._clock(), self._last
         self._last = (now_s, stats)
@@ -189,7 +193,7 @@ class EngineUse:
 
 @dataclass(frozen=True, slots=True)
 class _Timeline:
-    """A thread, or a task in it."""
+    """A thread, or an asyncio task in it."""
 
     thread: int
     task: asyncio.Task[object] | None
@@ -214,5 +218,5 @@ def _current_timeline() -> _Timeline:
 
 
 def _growth(before: float, after: float) -> float:
-    """Return by how much a counter grew. Engines that were restarted count from 0 again."""
+    """Return the growth of a counter. A restarted engine counts from 0, so all is growth then."""
     return after - before if after >= before else after

@@ -1,6 +1,7 @@
 """Weights & Biases as a sink of metrics, if the package is installed.
 
-Used by MetricsLogger and the training job.
+Used by MetricsLogger, `trainer_hooks.train.run_files` and users' training loops. wandb writes files
+under the run's directory and, online, to its server.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ def start_wandb_run(
     group: str | None = None,
     tags: Sequence[str] = (),
 ) -> Any:
-    """Return a wandb run with declared step axes, for MetricsLogger.
+    """Start a wandb run with declared step axes, for MetricsLogger, and return it.
 
-    `offline` needs no account and no network; `wandb sync` uploads the run later. `resume`
-    continues the run that a killed process left in `directory`. `group`: name shared by the runs of
-    a sweep. A `name` is cut to wandb's limit. Raises ConfigError if wandb is not installed.
+    `name`: name of the run, which is cut to wandb's limit. `group`: name shared by the runs of a
+    sweep. `directory`: where wandb writes its files. `config`: settings of the run, to be shown.
+    `mode`: "offline" needs no account and no network; `wandb sync` uploads the run later.
+    `resume`: True continues the run that a killed process left in `directory`.
+    Raises ConfigError if wandb is not installed.
     """
     try:
         import wandb
@@ -60,7 +63,7 @@ def start_wandb_run(
 
 
 def declare_axes(run: Any) -> None:
-    """Declare to `run` (anything with wandb's `define_metric`) the axis of each metric."""
+    """Declare the axis of each metric to `run`, an object with wandb's `define_metric`."""
     for axis in (TRAINER_STEP, ROLLOUT_VERSION):
         run.define_metric(axis)
     for glob, axis in AXIS_OF_METRIC.items():
@@ -68,23 +71,23 @@ def declare_axes(run: Any) -> None:
 
 
 def as_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-    """Return a `wandb.Table`, which a run accepts as the value of a metric."""
+    """Return a `wandb.Table`, which a wandb run accepts as the value of a metric."""
     import wandb
 
     return wandb.Table(columns=list(columns), data=[list(row) for row in rows])
 
 
 def where_to_look(run: Any) -> str:
-    """Return where to see the run: its address, or for an offline run the upload command."""
+    """Return a text with the run's address, or for an offline run with the upload command."""
     if run.offline:  # reading the address of an offline run warns
         return f"W&B, offline: wandb sync {Path(run.dir).parent}"
     return f"W&B: {run.url}"
 
 
 def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `row` with a `wandb.Histogram` `<name>/hist` for its columns `<name>/hist/<bin>`.
+    """Return a copy of `row` with each histogram also as a `wandb.Histogram`, named `<name>/hist`.
 
-    The columns stay, for comparing and reading back. Without wandb, returns `row` unchanged.
+    The columns of the histogram stay. Without wandb, nothing is added.
     """
     histograms = read_histograms(row)
     if not histograms:

@@ -1,5 +1,6 @@
-"""AsyncRolloutProducer: makes batches of rollouts while the trainer trains, within a staleness
-bound.
+"""AsyncRolloutProducer: makes batches while the trainer trains, within a staleness bound.
+
+Used by users' training loops, `trainer_hooks.train` and `trainer_hooks.doctor.command`.
 """
 
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch

@@ -34,8 +34,8 @@ class AdmissionGate:
     def may_admit(self, version: int) -> bool:
         """Return whether the next batch may begin at `version`.
 
-        A trainer that makes several versions from one batch frees more places than it uses. So that
-        unused batches do not pile up, at most S + 1 of them wait.
+        A trainer that makes several versions from one batch would admit more batches than it uses.
+        So at most S + 1 batches wait for it.
         """
         num_waiting = self.num_admitted - self.num_delivered
         num_allowed = version + self.max_staleness_versions + 1
@@ -65,9 +65,9 @@ class AdmissionGate:
 
 
 class OpenBatch(GroupPool):
-    """A batch in progress, which replaces failed and filtered groups until it has enough.
+    """A batch in progress, which replaces failed and filtered groups until it has enough groups.
 
-    Groups that are still in progress then are aborted.
+    Groups that are in progress after that are aborted.
     """
 
     def __init__(self, parts: GroupParts, versions: VersionWatch) -> None:
@@ -79,14 +79,14 @@ class OpenBatch(GroupPool):
     def groups(self) -> list[ScoredGroup]:
         """Finished groups, in the order in which their prompts were first issued.
 
-        Without over-sampling, a batch that alone used the ledger does not depend on timing: it has
-        the first prompts that passed the filters.
+        A batch that alone took prompts from the ledger, without over-sampling, has the first
+        prompts that passed the filters, whatever the timing was.
         """
         return sorted(self.finished, key=lambda group: group.ticket)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the batch has all its groups, or all groups of the last prompts."""
+        """Whether the batch has all its groups, or all that the last prompts give, and no error."""
         is_full = len(self.finished) >= self._rules.num_groups
         no_more = not self.running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)
@@ -102,7 +102,7 @@ class OpenBatch(GroupPool):
                 return
 
     def cancel_older_than(self, version: int) -> None:
-        """Give back the groups that began before `version`, finished or not, and refill."""
+        """Give back running groups begun, and finished groups sampled, before `version`; refill."""
         self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
         self.fill()
@@ -123,7 +123,7 @@ class OpenBatch(GroupPool):
 
 
 class AdmissionOrder(BatchOrder):
-    """Keeps up to S + 1 open batches and returns the oldest next."""
+    """Keeps up to S + 1 open batches. The oldest is the next to be returned."""
 
     def __init__(
         self, parts: GroupParts, versions: VersionWatch, max_staleness_versions: int
@@ -144,11 +144,12 @@ class AdmissionOrder(BatchOrder):
             batch.fill()
 
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound. A lower one discards, newest first, batches that would not be admitted
-        under it; in the others, groups that began too early begin again.
+        """Change the bound, and make the open batches conform to a lower one.
 
-        Batch k, which is trained at version k, may have no token older than k - S. The remaining
-        batches have k <= version + S, so groups that begin now are young enough.
+        Batches that would not be admitted under it are aborted, the newest first. In the others,
+        groups that are too old are replaced: batch k, which is trained at version k, may have no
+        token older than k - S. These batches have k <= version + S, so groups that begin now are
+        young enough.
         """
         is_lower = max_staleness_versions < self._gate.max_staleness_versions
         self._gate.max_staleness_versions = max_staleness_versions
@@ -179,8 +180,7 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Return whether all tokens of `batch` are within the bound. Groups with others are given
-        back.
+        """Return whether all tokens of `batch` are within the bound. Gives back its other groups.
 
         While one batch makes one version, the gate ensures this. A token newer than the reported
         version shows that the next version is already in force.

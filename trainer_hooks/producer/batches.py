@@ -1,6 +1,7 @@
 """TrainingBatch: the batch that a producer returns to the trainer, and its metrics.
 
-Used by AsyncRolloutProducer; training loops read the batch. Pure functions.
+Used by AsyncRolloutProducer and by `trainer_hooks.producer.group_pool`, for its errors and counts.
+Training loops read the batch. Pure functions.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from trainer_hooks.rollouts import Rollout
 
 
 class ProducerError(RolloutError):
-    """No batch can be made: the bound forbids it, too many groups failed, or the producer is
-    closed.
+    """No batch can be made: the bound forbids it, too many groups were replaced, a task was
+    cancelled from outside, or the producer is not running.
     """
 
 
-# Fates of prompts while a batch was made, by the names in its metrics.
+# Fates of prompts while a batch was made, each a part of a metric's name.
 _FATES = (
     "aborted",
     "failed",
@@ -70,9 +71,7 @@ class TrainingBatch:
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:
-    """Return the mean number of updates between the KV that a trained token attended to and
-    training.
-    """
+    """Return the trained tokens' mean of policy lag + KV lag, in versions; 0 without tokens."""
     lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 
@@ -97,8 +96,8 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a batch: its rollouts, the terms of their rewards, times, and fates.
 
-    Times are in seconds, fates in numbers of groups. `timing_s/batch_wait` is the time that the
-    trainer waited; generation and rewards ran meanwhile.
+    Times are in seconds. `counts` and the fates are numbers of groups. `waited_s`: the time that
+    the trainer waited for the batch. `num_waiting_batches`: complete batches that remain.
     """
     group_size = len(groups[0].rewards)
     sampled = [rollout for group in groups for rollout in group.rollouts]

@@ -1,6 +1,7 @@
 """Group filters: decide which finished groups are trained on.
 
-Used by AsyncRolloutProducer, which replaces filtered groups.
+Used by AsyncRolloutProducer, whose GroupPool calls them and replaces filtered groups. Users write
+further ones.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from rollout.ranges import AnyNumber, check_fields
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.prompts.history import PromptHistory
 
-# Returns why a group is left out, as a word that becomes a metric's name, or None to train on it.
-# The history of the group's prompt does not yet contain this group.
+# A filter returns the reason for leaving a group out, a word that becomes part of a metric's name,
+# or None to train on the group. The history of the group's prompt does not yet contain the group.
 GroupFilter = Callable[[ScoredGroup, PromptHistory], str | None]
 
 
 def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
-    """Filter groups whose rewards are all equal, which give no gradient.
+    """Return "zero_variance" for a group whose rewards are all equal and give no gradient.
 
     Source: DAPO, "dynamic sampling" (Yu et al. 2025), arXiv 2503.14476, sec. 3.2.
     """

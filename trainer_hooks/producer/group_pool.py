@@ -1,7 +1,8 @@
 """GroupPool: runs one task per prompt and keeps the finished groups.
 
-Used by both batch orders (OpenBatch, ReadyOrder). It issues prompts from the ledger, and consumes
-or gives back each of them.
+Base class of OpenBatch and ReadyOrder, in which the two batch orders keep their groups; made from
+the GroupParts of AsyncRolloutProducer. It issues prompts from the ledger, and consumes or gives
+back each of them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
 class BatchRules:
     """The composition of a batch.
 
-    `num_groups`: number of groups of a batch. `num_extra_groups`: number of groups begun beyond
-    that.
-    `filters`: group filters; the first that gives a reason decides.
-    `max_refills`: number of groups that may be replaced per batch.
+    `num_groups`: number of groups of a batch.
+    `num_extra_groups`: number of groups begun beyond that.
+    `filters`: group filters; the first that returns a reason decides.
+    `max_refills`: number of groups that may be replaced per batch before an error.
     """
 
     num_groups: int
@@ -40,8 +41,10 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True)
 class GroupParts:
-    """The parts of a producer that all its pools share. `on_change` is called when a group has
-    ended.
+    """The parts of a producer that all its pools share.
+
+    `spawn`: starts a task that the producer ends when it closes.
+    `on_change`: called when the groups of a pool have changed.
     """
 
     rules: BatchRules
@@ -64,9 +67,10 @@ class GroupPool(ABC):
 
     Each issued ticket is in a finished group, in a running task, consumed, or given back.
     `running`: tasks in progress.
-    `finished`: groups to train on, with the oldest and the newest version of their tokens.
-    `counts`: number of groups of each other fate; reward_failed groups also count as failed.
-    `error`: error that stopped the pool, until `take_error`.
+    `finished`: groups to train on, with the oldest and the newest version of their tokens; None
+    without tokens.
+    `counts`: number of groups by fate; reward_failed groups also count as failed.
+    `error`: error that stopped the pool; `take_error` clears it.
     """
 
     def __init__(self, parts: GroupParts) -> None:
@@ -80,8 +84,9 @@ class GroupPool(ABC):
 
     @abstractmethod
     def fill(self) -> None:
-        """Begin missing groups while there are prompts, and end groups in excess. Called when one
-        ends.
+        """Begin missing groups while there are prompts, and cancel groups that are not needed.
+
+        Called after the end of each group.
         """
 
     def take_error(self) -> BaseException | None:
@@ -92,7 +97,7 @@ class GroupPool(ABC):
         return error
 
     def abort(self, reason: str) -> None:
-        """Cancel all tasks and give all prompts back."""
+        """Cancel all tasks and give the prompts of all groups back to the ledger."""
         self._cancel(list(self.running), reason)
         self._drop(list(self.finished), reason)
 
@@ -105,7 +110,7 @@ class GroupPool(ABC):
             return False
         task = self._spawn(self._make(ticket))
         self.running[task] = BegunGroup(ticket=ticket, version=version)
-        task.add_done_callback(self._take)
+        task.add_done_callback(self._record_end)
         return True
 
     async def _make(self, ticket: PromptTicket) -> ScoredGroup | None:
@@ -119,7 +124,7 @@ class GroupPool(ABC):
         reasons = (each(group, history) for each in self._rules.filters)
         return replace(group, filter_reason=next(filter(None, reasons), None))
 
-    def _take(self, task: Task) -> None:
+    def _record_end(self, task: Task) -> None:
         """Record the result of an ended task, and refill."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         begun = self.running.pop(task, None)
@@ -139,6 +144,7 @@ class GroupPool(ABC):
         self._on_change()
 
     def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
+        """Keep a group to train on. Consume the ticket of a failed (None) or filtered group."""
         if group is None:
             self._ledger.consume(ticket, "failed")
             self._count_consumed("failed")

@@ -1,7 +1,8 @@
-"""GroupMaker and RolloutLLM: make a scored group from a prompt: samples, rewards, further attempts.
+"""GroupMaker: samples a group of rollouts of one prompt and scores them.
 
-Used by the producer's pools. `evaluate` uses `sample_rollouts` alone, and environments generate
-their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner, and keeps no group.
+Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluate` uses `sample_rollouts`, and
+environments generate their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner,
+and keeps no group.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class GeneratesAsync(Protocol):
 class RolloutLLM:
     """Generates the turns of one sample, with the producer's sampling and a seed for each turn.
 
-    Passed to a `rollout_fn`. `tokenizer`: encodes text that a tool adds. Never decode generated
-    tokens and encode them again.
+    Passed to a `rollout_fn`.
+    `tokenizer`: encodes text that a tool adds; None if there is none. Never decode generated tokens
+    and encode them again.
     """
 
     def __init__(
@@ -59,13 +61,14 @@ class RolloutLLM:
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """The prompt's other columns."""
+        """The columns of the prompt's row, without the prompt."""
         return self.item.columns
 
     async def generate(self, token_ids: Sequence[int], **changes: Any) -> DynamicInferenceRequest:
-        """Return one turn, generated after `token_ids`. `changes`: fields of SamplingParams.
+        """Return the finished request of one turn, generated after `token_ids`.
 
-        Raises ConfigError for an empty context.
+        `changes`: fields of SamplingParams with other values for this turn. Raises ConfigError for
+        empty `token_ids`.
         """
         if not len(token_ids):
             raise ConfigError("a turn needs a context of at least one token")
@@ -87,8 +90,8 @@ class ScoredGroup:
     """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
 
     `generate_s`, `reward_s`: seconds of generation and of scoring, in the attempt that succeeded.
-    `num_reissues`: number of times that the prompt was given back as too old before.
-    `filter_reason`: reason of the group filter that leaves the group out; None to train on it.
+    `num_reissues`: how often the prompt was given back before because its group grew too old.
+    `filter_reason`: a group filter's reason for leaving the group out; None to train on it.
     """
 
     ticket: PromptTicket
@@ -102,7 +105,7 @@ class ScoredGroup:
 
     @property
     def requests(self) -> list[DynamicInferenceRequest]:
-        """All requests, turns of a sample in order."""
+        """The requests of all samples, each sample's turns in order."""
         return [request for rollout in self.rollouts for request in rollout.requests]
 
     @property
@@ -121,7 +124,7 @@ class ScoredGroup:
         return bool(has_reward_spread(torch.tensor([self.rewards])))
 
     def consume(self, ledger: PromptLedger, reason: str) -> None:
-        """Consume the group's ticket in `ledger`, with its mean reward and newest version."""
+        """Consume the ticket in `ledger`, with the group's mean reward and newest version."""
         seen = self.version_range()
         ledger.consume(self.ticket, reason, self.mean_reward, None if seen is None else seen[1])
 
@@ -144,8 +147,8 @@ RolloutFunction = Callable[[RolloutLLM, Any], Awaitable[Turns]]
 class GroupMaker:
     """Generates `group_size` samples of a prompt, scores them, and tries again if too many failed.
 
-    The runner repeats a failed score with the same samples. If its attempts all fail, the prompt
-    fails without another generation.
+    The reward runner repeats a failed score with the same samples. If all its attempts fail, the
+    prompt fails without another generation.
     Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, place in the
     epoch, attempt), and `generate` mixes in the sample's index. A prompt that was given back as too
     old continues the count of attempts, since the same samples would be too old again.
@@ -172,7 +175,7 @@ class GroupMaker:
 
     @property
     def last_reward_error(self) -> BaseException | None:
-        """The last error of the reward function."""
+        """The last error of the reward function; None if there is none."""
         return None if self._reward is None else self._reward.last_error
 
     async def make(
@@ -238,9 +241,9 @@ async def sample_rollouts(
     rollout_fn: RolloutFunction | None,
     tokenizer: Tokenizer | None,
 ) -> list[Rollout]:
-    """Return `num_samples` rollouts of a prompt, by `rollout_fn` or else of one turn each.
+    """Return `num_samples` rollouts of a prompt: by `rollout_fn`, or of one turn each if None.
 
-    If one call of `rollout_fn` raises, or the caller is cancelled, the others are cancelled.
+    If one call of `rollout_fn` raises, or the caller is cancelled, all other calls are cancelled.
     """
     prompt: Any = item.prompt
     takes_text = getattr(llm, "tokenizer", None) is not None

@@ -1,6 +1,6 @@
 """BatchOrder: the interface of the two orders in which a producer makes batches.
 
-Used by AsyncRolloutProducer. Implemented by AdmissionOrder and ReadyOrder.
+Used by `trainer_hooks.producer.producer`. Implemented by AdmissionOrder and ReadyOrder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """How a batch was made. `counts`: number of its groups by fate; see `GroupPool.counts`."""
+    """How a batch was made. `counts`: numbers of groups by fate, since the batch before it."""
 
     admitted_at_version: int
     counts: Counter[str]
 
 
 class BatchOrder(ABC):
-    """Begins groups within the staleness bound and selects the groups of the next batch."""
+    """Begins groups within the staleness bound and chooses the groups of the next batch."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -32,42 +32,41 @@ class BatchOrder(ABC):
     def set_bound(self, max_staleness_versions: int) -> None:
         """Change the bound, also for groups in progress.
 
-        A lower bound gives groups that would be trained too old back to the ledger, as "stale".
+        A lower bound gives groups back to the ledger, as "stale", that are too old under it.
         """
 
     @abstractmethod
     def take_error(self) -> BaseException | None:
-        """Return and clear an error that stopped a group. The next `begin` continues."""
+        """Return and clear an error that stopped groups, or None. The next `begin` continues."""
 
     @abstractmethod
     def next_groups(self) -> Sequence[ScoredGroup]:
         """Return the groups of the next batch, in order; empty while it is not complete.
 
-        All their tokens are within the bound. Groups with older tokens go back to the ledger.
+        All their tokens are within the bound. Groups with older tokens are given back.
         """
 
     @abstractmethod
     def deliver(self, groups: Sequence[ScoredGroup]) -> BatchRecord:
-        """Remove `groups`, the result of `next_groups`: the trainer has them."""
+        """Remove `groups`, the result of `next_groups`, since the trainer gets them.
+
+        Returns how their batch was made.
+        """
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether no group is in progress: no batch comes without newer weights or other
-        prompts.
-        """
+        """Whether nothing is in progress: no batch comes without newer weights or other prompts."""
 
     @property
     @abstractmethod
     def num_finished_groups(self) -> int:
-        """Number of finished groups available to the next batch, which may be more than it
-        takes.
-        """
+        """Number of finished groups for the next batch. It may be more than the batch takes."""
 
     @property
     @abstractmethod
     def num_waiting_batches(self) -> int:
-        """Number of complete batches that the trainer does not have yet."""
+        """Number of complete batches that the trainer did not get yet."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -1,6 +1,6 @@
 """AsyncRolloutProducer: makes batches of rollouts while the trainer trains.
 
-Used by asynchronous training loops and by the training job.
+Used by users' asynchronous training loops and by `trainer_hooks.train.main`, the training job.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollout.errors import ConfigError
 from rollout.ranges import NonNegativeInt, NonNegativeSeconds, PositiveInt, check_value
 from rollout.sampling_params import SamplingParams
-from trainer_hooks.collate import collate_rollouts, trained_logprobs
+from trainer_hooks.collate import collate_rollouts, logprobs_mode_of
 from trainer_hooks.producer.admission import AdmissionOrder
 from trainer_hooks.producer.batches import (
     ProducerError,
@@ -90,9 +90,7 @@ def ledger_of(
 def order_of(
     order: Order, parts: GroupParts, versions: VersionWatch, bound: int, max_reissues: int
 ) -> BatchOrder:
-    """Return the batch order of this name. Raises ConfigError for another name or negative
-    numbers.
-    """
+    """Return the batch order named `order`. Raises ConfigError for bad arguments."""
     if order == "admission":
         return AdmissionOrder(parts, versions, bound)
     if order == "ready":
@@ -107,9 +105,7 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """Return the rules of a batch, with defaults for None. Raises ConfigError for negative
-    numbers.
-    """
+    """Return the rules of a batch, with defaults for None. Raises ConfigError for bad arguments."""
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
@@ -136,32 +132,33 @@ class AsyncRolloutProducer:
     A batch is `batch_groups` prompts with `group_size` samples each (fewer prompts at the end of
     the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
     each token of a batch was sampled at most S versions before the version that trains on it, and
-    at most S + 1 batches are open. A rollout in progress during an update continues under the new
-    weights. S = "ess", or an EssBound, follows the effective sample size that the trainer reports
-    (`observe_effective_sample_size`).
+    at most S + 1 batches are in progress or wait. A rollout in progress during an update continues
+    under the new weights. S = "ess", or an EssBound, follows the effective sample size that the
+    trainer reports (`observe_effective_sample_size`).
 
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
     `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
     `order`: `admission` returns batches in the order in which they were begun, and waits for the
-    slowest rollout of each. `ready` makes a batch of whichever groups are finished. It samples
-    groups that grow too old again, with other seeds, and waits for a prompt that grew too old
-    `max_reissues` times. It favours short rollouts: see docs/producer.md.
+    slowest rollout of each. `ready` makes a batch of whichever groups are finished. A group that
+    grows too old is sampled anew, with other seeds; after `max_reissues` times a batch waits for
+    it. This favours short rollouts: see docs/producer.md.
     `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
-    `rollout_fn`: async function (RolloutLLM, prompt) -> the requests of one sample, one per turn,
-    or a Rollout of them, such as an EnvironmentRollouts.
-    `temperature`: divisor of the trainer's logits; None takes the one of `sampling_params`. Its
-    `logprobs_mode`, `temperature` or `processed`, is the mode of the batches (`collate_rollouts`).
-    `routing`: True adds the experts of the tokens to the batches.
+    `rollout_fn`: async function (RolloutLLM, prompt) that returns the requests of one sample, one
+    per turn, or a Rollout; for example an EnvironmentRollouts. None samples one turn.
+    `sampling_params`: its `logprobs_mode`, `temperature` or `processed`, is the mode of the
+    batches (`collate_rollouts`).
+    `temperature`: divisor of the trainer's logits; None takes that of `sampling_params`.
+    `routing`: whether the batches have the experts of each token.
     `min_valid_samples`: a group with fewer rewards is made again, in at most `max_attempts`
     attempts.
-    `oversample_groups`: number of groups begun beyond each batch; the last ones to finish are
-    aborted. None takes a quarter of a batch in ready order, which keeps the trainer busy, and else
-    0.
+    `oversample_groups`: number of groups begun beyond each batch. In admission order the last ones
+    to finish are aborted, in ready order they join later batches. None takes a quarter of a batch
+    in ready order, which keeps the trainer busy, and 0 in admission order.
     `group_filters`: decide which groups to replace. `drop_zero_variance` adds a filter of groups
     whose rewards are all equal.
     `curriculum`: draws the next prompts by their histories.
     `max_refills`: number of replacements per batch before an error; None takes 10 * batch_groups.
-    `version_timeout_s`: seconds that a request for a batch waits for the new version it needs.
+    `version_timeout_s`: seconds that `anext()` waits for new weights if no batch can come without.
     """
 
     def __init__(
@@ -198,7 +195,7 @@ class AsyncRolloutProducer:
             llm, group_size, batch_groups, max_attempts, version_timeout_s, sampling_params
         )
         self._temperature = sampling_params.temperature if temperature is None else temperature
-        self._logprobs_mode = trained_logprobs(sampling_params, self._temperature)
+        self._logprobs_mode = logprobs_mode_of(sampling_params, self._temperature)
         self.ledger = ledger_of(prompts, seed, shuffle, num_epochs, curriculum)
         self._reward, self._owns_reward = as_runner(reward_fn)
         maker = GroupMaker(
@@ -225,7 +222,7 @@ class AsyncRolloutProducer:
         self._was_entered, self._is_running, self._num_delivered = False, False, 0
         self._last_tickets: list[PromptTicket] = []
 
-    # ---- life
+    # ---- start and end
 
     async def __aenter__(self) -> AsyncRolloutProducer:
         if self._was_entered:
@@ -241,7 +238,7 @@ class AsyncRolloutProducer:
     async def aclose(self) -> None:
         """Abort all rollouts, wait for their end, and give their prompts back. May be called twice.
 
-        `state_dict` may still be called.
+        Closes the reward runner that was made for `reward_fn`. `state_dict` may still be called.
         """
         self._is_running = False
         self._order.abort("closed")
@@ -260,7 +257,7 @@ class AsyncRolloutProducer:
     # ---- state
 
     def state_dict(self, last_batch_trained: bool = True) -> dict[str, Any]:
-        """Return the finished and the next prompts for the trainer's checkpoint, as JSON.
+        """Return which prompts are finished and which come next, as JSON for a checkpoint.
 
         Unfinished rollouts are not included: their prompts are issued again after a load.
         `last_batch_trained`: whether the weights were trained on the batch that was returned last.
@@ -306,7 +303,7 @@ class AsyncRolloutProducer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of scored rollouts of the next batch, and their number when it is complete."""
+        """Number of scored rollouts of the next batch, and the number that completes it."""
         finished = min(self._order.num_finished_groups, self._batch_groups)
         return finished * self._group_size, self._batch_groups * self._group_size
 
@@ -329,9 +326,10 @@ class AsyncRolloutProducer:
     async def __anext__(self) -> TrainingBatch:
         """Return the next batch when it is complete. A cancelled call loses nothing.
 
-        Raises ProducerError if no batch can come before new weights, or if a batch needed too many
-        replacements. An error that ended a rollout's task is raised here, and the call after it
-        continues with the prompt issued again. Raises StopAsyncIteration after the last epoch.
+        Raises ProducerError if no batch can come before new weights and none come within
+        `version_timeout_s`, if a batch needed too many replacements, or if the producer is not
+        running. Raises the error of a rollout's task; the next call continues and the prompt is
+        issued again. Raises StopAsyncIteration after the last epoch.
         """
         loop = asyncio.get_running_loop()
         asked_s = loop.time()

@@ -1,4 +1,4 @@
-"""Ready order: a batch is made of whichever groups are finished.
+"""ReadyOrder: makes a batch of whichever groups are finished.
 
 Used by AsyncRolloutProducer with order="ready".
 """
@@ -18,11 +18,11 @@ from trainer_hooks.prompts.ledger import STALE, PromptTicket
 
 
 class ReadyOrder(GroupPool, BatchOrder):
-    """A pool of groups, of which the next batch takes finished groups with the oldest tokens.
+    """A pool of groups. The next batch takes the finished groups with the oldest tokens.
 
     One batch makes one version. So the next batch is trained at `_next_version` or later, and a
-    group begun at version v has no token that is too old for the batches up to v + S. If those
-    batches are past, or full of finished groups, no group begins. A group whose batches are past is
+    group begun at version v has no token that is too old for the batches up to v + S. No group
+    begins if those batches are past or full of finished groups. A group whose batches are past is
     aborted, or dropped if finished. Its prompt goes back to the ledger as "stale" and is issued
     again, with other seeds.
 
@@ -80,7 +80,8 @@ class ReadyOrder(GroupPool, BatchOrder):
     def _has_room(self, version: int) -> bool:
         """Return whether a group begun at `version` is needed.
 
-        It is if there is a place in a batch besides the finished groups that are at least as old.
+        It is needed if a batch has a place left by the finished groups that are at least as old,
+        and fewer groups are open than `_num_wanted`.
         """
         num_batches = version + self._bound - self._next_version + 1
         num_places = num_batches * self._rules.num_groups
@@ -108,7 +109,7 @@ class ReadyOrder(GroupPool, BatchOrder):
             self._count_usable(False)
 
     def _count_usable(self, is_usable: bool) -> None:
-        """Update the running mean of usable groups, over about four batches."""
+        """Update the running share of usable groups, over about four batches."""
         weight = 1.0 / (4 * self._rules.num_groups)
         self._usable_share += weight * (is_usable - self._usable_share)
 
@@ -122,9 +123,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return sorted(by_age[: self._rules.num_groups], key=lambda group: group.ticket)
 
     def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
-        """Return a sort key: groups with the oldest tokens first, then the most reissued
-        prompts.
-        """
+        """Return a sort key: groups with the oldest tokens first, then often reissued prompts."""
         return (self._oldest_version(group), -group.num_reissues, group.ticket)
 
     def _oldest_version(self, group: ScoredGroup) -> int:
@@ -132,7 +131,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         return self._versions.newest if seen is None else seen[0]
 
     def _is_waited_for(self) -> bool:
-        """Return whether a prompt without further reissues would be too old after this batch."""
+        """Return whether the next batch must wait: a running group would be too old after it, and
+        its prompt has no reissues left.
+        """
         oldest = self._next_version - self._bound
         return any(
             begun.version <= oldest

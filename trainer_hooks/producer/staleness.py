@@ -64,7 +64,7 @@ class EssBound:
 
 
 class StalenessBound:
-    """The bound in force, `versions`, and the measurements it follows. A number never changes.
+    """The bound in force, `versions`, and the measurements it follows. A given number is constant.
 
     `ess`: last effective sample size; None before the first.
     `variance_per_version`: the r of EssBound; None before a batch with a lag.
@@ -73,7 +73,7 @@ class StalenessBound:
     """
 
     def __init__(self, bound: int | Literal["ess"] | EssBound) -> None:
-        """Raises ConfigError for a number below 0 and for other text."""
+        """Raises ConfigError for a number below 0 and for a text other than "ess"."""
         if isinstance(bound, str):
             if bound != "ess":
                 raise ConfigError(f"max_staleness_versions={bound!r} must be a number, or 'ess'")
@@ -96,8 +96,7 @@ class StalenessBound:
         self._mean_lag = mean_lag
 
     def observe(self, ess: float) -> int:
-        """Record the ESS of the batch that was returned last, after training on it. Returns the new
-        bound.
+        """Record the ESS of the last returned batch, after training on it. Returns the new bound.
 
         Raises ConfigError for an ESS outside (0, 1].
         """
@@ -137,9 +136,7 @@ class StalenessBound:
         return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON under the one key `staleness`; {} for a
-        number.
-        """
+        """Return the state for a checkpoint, as JSON under the key `staleness`; {} for a number."""
         if self._settings is None:
             return {}
         own = {name: getattr(self, name) for name in _STATE}
@@ -148,7 +145,7 @@ class StalenessBound:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, within the limits of the settings.
 
-        A number keeps its value. The state of a run whose bound was a number changes nothing.
+        Does nothing if this bound is a number, or was one in the run that wrote `state`.
         """
         if self._settings is not None and "staleness" in state:
             for name in _STATE:

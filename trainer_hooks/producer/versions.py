@@ -11,8 +11,8 @@ from trainer_hooks.producer.groups import GeneratesAsync
 class VersionWatch:
     """The weights version that the llm reports, and the newest version seen on a token.
 
-    `reported` is in force on all engines. A token may show that one engine already has a newer
-    version. Groups begin under `reported`, so no engine can sample them under an older version.
+    All engines have version `reported` or newer. `newest`: the newest version that the llm or a
+    token has shown. Groups begin under `reported`, so no engine samples them under an older one.
     """
 
     def __init__(self, llm: GeneratesAsync) -> None:
@@ -26,7 +26,7 @@ class VersionWatch:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a token has a version that is not yet reported."""
+        """Whether a token has a version that the llm does not report yet."""
         return self.newest > self.reported
 
     def start(self) -> None:

@@ -1,3 +1,4 @@
-"""Prompts of a training job: data sources, chat format, checks, the ledger of issued prompts,
-curricula.
+"""Prompts of a training loop: sources, chat format, checks, curricula, and the ledger of prompts.
+
+Used by users' training loops, the producer, `evaluate` and `trainer_hooks.train`.
 """

@@ -1,6 +1,7 @@
 """ChatFormat: renders chat messages, or a user's text, into the text that the model continues.
 
-Used by prompt sources and by the training job.
+Used by `trainer_hooks.prompts.sources`, `trainer_hooks.prompts.rows`, `trainer_hooks.train.task`
+and `trainer_hooks.train.prompts`. It keeps no state between prompts.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ ChatTemplate = Callable[[Messages], str | Sequence[int]]
 
 
 class ChatFormat:
-    """A chat template that also accepts text, as the user's message after a system prompt.
+    """A chat template that takes chat messages, or a text as the only message of a user.
 
     `tokenizer`: transformers tokenizer with a chat template.
-    `system_prompt`: first message of prompts that have no system message.
-    `examples`: solved prompts, pairs of the user's text and the answer,
-    as turns before each prompt.
+    `system_prompt`: text of the first message of prompts without a system message; None adds none.
     `options`: further arguments of the template.
-    Prompt sources put the messages of a prompt into its column `messages`.
+    `examples`: pairs of a user's text and the answer, which become turns before each prompt.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class ChatFormat:
         ]
 
     def messages(self, prompt: str | Messages) -> list[dict[str, Any]]:
-        """Return the messages of a prompt, with the system prompt and the examples."""
+        """Return the messages of a prompt, with the system prompt and the examples added."""
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = [dict(message) for message in prompt]
@@ -59,7 +58,7 @@ class ChatFormat:
         return messages[:start] + [dict(turn) for turn in self._examples] + messages[start:]
 
     def render(self, messages: Messages) -> RenderedText:
-        """Return the text of `messages`, as they are, up to where the answer begins."""
+        """Return the text of `messages`, without added ones, up to where the answer begins."""
         return RenderedText(
             self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **self._options
@@ -67,15 +66,15 @@ class ChatFormat:
         )
 
     def __call__(self, messages: Messages) -> RenderedText:
-        """Return the text of a prompt's `messages` up to where the answer begins."""
+        """Return the text of `messages`, with the system prompt and the examples added."""
         return self.render(self.messages(messages))
 
 
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
-    """Return a template from a callable or from a transformers tokenizer's `apply_chat_template`.
+    """Return a template made from a callable or from a transformers tokenizer.
 
-    None stays None. The template renders up to the start of the answer and writes special tokens
-    itself, so none are added to its text. Raises ConfigError for another object.
+    None and a ChatFormat are returned as they are. A template writes special tokens itself, so none
+    are added to its text later. Raises ConfigError for another object.
     """
     if source is None or isinstance(source, ChatFormat):
         return source

@@ -1,6 +1,8 @@
-"""Checks of all rows of a prompt source before a job begins, so that no bad row stops it later.
+"""Checks of the rows of a prompt source, so that no bad row stops a job in the middle.
 
-Used by the training job. It reads every row once and returns the good ones.
+Used by `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
+`trainer_hooks.prompts.sources`. `check_rows` reads every row once before the job begins,
+CheckedWhenRead checks rows as they are read. Both log bad rows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item,
 
 OnBadRow = Literal["refuse", "skip"]
 _NUM_SHOWN = 3  # number of bad rows named in a message
-_MAX_REPLACED = 100  # successive bad rows that are an error of the program that makes the rows
+_MAX_REPLACED = 100  # successive bad rows after which CheckedWhenRead raises an error
 _CHUNK = 512  # number of rows encoded in one call
 logger = logging.getLogger(__name__)
 
@@ -28,9 +30,11 @@ logger = logging.getLogger(__name__)
 class PromptCheck:
     """Checks whether an engine can answer the prompt of a row.
 
-    `encode_all`: function from texts to the engine's token ids.
-    `vocab_size`: of the engine's model. `max_sequence_length`: of the engine. None if unknown.
-    `answer_column`: column that must hold a text or a number, which a warm-up trains on, or None.
+    `encode_all`: returns the engine's token ids of each text.
+    `vocab_size`, `max_sequence_length`: limits of the engine's model and of the engine, in tokens;
+    None skips the check.
+    `answer_column`: column that must hold a text or a number, as a warm-up trains on it; None skips
+    the check.
     """
 
     encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -39,7 +43,7 @@ class PromptCheck:
     answer_column: str | None = None
 
     def faults(self, items: Sequence[PromptItem]) -> list[str | None]:
-        """Return an error text for each row, or None for a good row."""
+        """Return an error text for each row, None for a good row."""
         faults = [self._fault_of_values(item) for item in items]
         texts = {
             index: item.prompt
@@ -87,10 +91,10 @@ class PromptCheck:
 
 
 class SelectedRows:
-    """Some rows of a source, in an order of their own."""
+    """Rows of a source that `indices` selects, in the order of `indices`."""
 
     def __init__(self, rows: PromptRows, indices: Any) -> None:
-        """`indices`: integers [number of rows]."""
+        """`indices`: sequence or array of row indices."""
         self._rows, self._indices = rows, indices
 
     def __len__(self) -> int:
@@ -101,7 +105,7 @@ class SelectedRows:
         return as_prompt_item(self._rows[int(self._indices[index])])
 
     def place_of(self, index: int) -> str:
-        """Return the name of a row in errors, as its source names it."""
+        """Return the text that names a row in errors, as its source names it."""
         return place_of(self._rows, int(self._indices[index]))
 
 
@@ -122,8 +126,9 @@ def check_rows(
 ) -> CheckedRows:
     """Read every row once and return the good rows. Bad rows are refused, or skipped and logged.
 
-    `name`: name of the source in messages. Raises ConfigError, which names the first bad rows, for
-    `on_bad_row` "refuse", and if no row is good.
+    `on_bad_row`: "refuse" or "skip". `name`: name of the source in messages.
+    Raises ConfigError, which names the first bad rows, if a row is bad and `on_bad_row` is
+    "refuse", and if all rows are bad.
     """
     good, keys = array("Q"), array("Q")
     bad: list[str] = []
@@ -147,9 +152,9 @@ def check_rows(
 
 
 class CheckedWhenRead:
-    """Rows of a program that makes them when they are read, checked at that time.
+    """Rows that a user's program makes when they are read, and that are checked then.
 
-    A bad row is logged and replaced by the next good one, since it cannot be found before the run.
+    A bad row is logged and replaced by the next good one.
     """
 
     def __init__(self, rows: PromptRows, check: PromptCheck) -> None:
@@ -160,7 +165,7 @@ class CheckedWhenRead:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> PromptItem:
-        """Raises ConfigError after many successive bad rows."""
+        """Return row `index` or the next good one. Raises ConfigError if too many rows are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         faults = []
@@ -179,6 +184,7 @@ class CheckedWhenRead:
 
 
 def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) -> None:
+    """Log the bad rows, or raise the ConfigError of `check_rows`."""
     shown = "; ".join(bad[:_NUM_SHOWN])
     if len(bad) > _NUM_SHOWN:
         shown += f"; and {len(bad) - _NUM_SHOWN} more bad rows"
@@ -190,13 +196,13 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return the name of row `index` in errors: its file and line if `rows` come from a file."""
+    """Return the text that names a row in errors: by the rows' `place_of`, else by its index."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 
 
 def key_of(item: PromptItem) -> int:
-    """Return a 64-bit hash of the prompt, equal in every process."""
+    """Return a 64-bit hash of the prompt, the same in every process."""
     prompt = item.prompt if isinstance(item.prompt, str) else [int(each) for each in item.prompt]
     digest = hashlib.blake2b(repr(prompt).encode("utf-8", "surrogatepass"), digest_size=8)
     return int.from_bytes(digest.digest(), "little")

@@ -1,6 +1,7 @@
 """Curriculum: draws the prompts of an epoch by weights computed from their histories.
 
-Used by PromptLedger. Training loops and the training job configure it.
+Used by PromptLedger. Users' training loops and `trainer_hooks.train.task` construct Curriculum and
+pass it on through AsyncRolloutProducer. It changes no history.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ PromptWeight = Callable[[int, PromptHistory], float]
 class Curriculum:
     """Draws each next prompt with a probability proportional to its weight.
 
-    `weight`: function of a row's index and history, 0 or more, without side effects. Rows of weight
-    0 come after all others.
-    `with_replacement`: False draws among the rows not yet drawn in the epoch: each comes once per
-    epoch, and weights decide which come early. True draws among all rows: an epoch is as many draws
-    as there are rows, and weights decide how often a row comes.
+    `weight`: function of a row's index and history, without side effects. It returns 0 or more. A
+    row of weight 0 is drawn only if no row that can be drawn has a larger weight.
+    `with_replacement`: False draws among the rows not yet drawn in the epoch. Each row comes once
+    per epoch, and weights decide which come early. True draws among all rows. An epoch is as many
+    draws as there are rows, and weights decide how often a row comes.
     """
 
-    weight: Annotated[PromptWeight, AnyValue("its weights are checked when they are drawn by")]
+    weight: Annotated[PromptWeight, AnyValue("its results are checked when rows are weighed")]
     with_replacement: bool = False
 
     def __post_init__(self) -> None:
@@ -41,10 +42,10 @@ class Curriculum:
 
 
 def learnability_weight(index: int, history: PromptHistory) -> float:
-    """Return p (1 - p) + 0.01, where p is the last mean reward, clamped to [0, 1].
+    """Return p (1 - p) + 0.01, where p is the last mean reward of the prompt, clamped to [0, 1].
 
     p (1 - p) is the variance of a reward of 0 or 1, a measure of how much a group can teach.
-    Prompts without a score get the largest weight. The 0.01 lets all prompts return.
+    Prompts without a score get the largest weight. The 0.01 keeps every weight above 0.
     Source: Foster et al. 2025, arXiv 2502.12272.
     """
     p = 0.5 if history.last_reward is None else min(max(history.last_reward, 0.0), 1.0)
@@ -52,7 +53,7 @@ def learnability_weight(index: int, history: PromptHistory) -> float:
 
 
 class CurriculumDraws:
-    """The draws of a curriculum over `num_rows` rows: a row for each position of an epoch.
+    """Draws a row for each position of an epoch, and keeps the rows' weights.
 
     A draw is a function of (seed, epoch, position), the weights, and the rows drawn before in the
     epoch. Used by PromptLedger.
@@ -64,8 +65,9 @@ class CurriculumDraws:
         self._is_left = np.ones(num_rows, dtype=bool)  # not yet drawn in this epoch
 
     def weigh(self, indices: Iterable[int], history_of: Callable[[int], PromptHistory]) -> None:
-        """Recompute the weights of these rows. Raises ConfigError for a negative or infinite
-        weight.
+        """Recompute the weights of these rows from their histories.
+
+        Raises ConfigError for a weight that is negative or not finite.
         """
         for index in indices:
             weight = float(self._curriculum.weight(index, history_of(index)))
@@ -77,7 +79,7 @@ class CurriculumDraws:
             self._weights[index] = weight
 
     def draw(self, epoch: int, position: int) -> int:
-        """Return the row at the next position of the epoch."""
+        """Return the row at the next position and mark it as drawn. Position 0 begins an epoch."""
         if position == 0:
             self._is_left[:] = True
         seed = np.array([mix_seed(self._seed, epoch)], dtype=np.uint64)
@@ -91,14 +93,15 @@ class CurriculumDraws:
         return index
 
     def state(self) -> dict[str, Any]:
-        """Return the rows not yet drawn in the epoch, as JSON. Weights follow from the
-        histories.
+        """Return `with_replacement` and the rows not yet drawn in the epoch, as JSON.
+
+        Weights are left out, since they follow from the histories.
         """
         left = b64encode(np.packbits(self._is_left).tobytes()).decode()
         return {"with_replacement": self._curriculum.with_replacement, "left": left}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue an epoch. Raises ConfigError for a state with another `with_replacement`."""
+        """Continue the epoch of a `state`. Raises ConfigError for another `with_replacement`."""
         is_own = self._curriculum.with_replacement
         if (is_saved := state["with_replacement"]) != is_own:
             raise ConfigError(

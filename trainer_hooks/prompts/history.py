@@ -1,6 +1,7 @@
-"""PromptHistory: how often a prompt was trained on, filtered or failed, and its last rewards.
+"""PromptHistory: how often a prompt was trained on, filtered or failed, and its latest reward.
 
-PromptLedger writes the histories. Group filters and curricula read them.
+PromptLedger writes the histories. `trainer_hooks.prompts.curriculum`,
+`trainer_hooks.producer.filters` and users' filters and weights read them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ TRAINED, FILTERED, FAILED, GIVEN_BACK = "trained", "filtered", "failed", "given_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptHistory:
-    """How often a prompt was trained on, filtered, failed, or given back to be issued again.
+    """Counts of the outcomes of a prompt, and its rewards.
 
-    `num_scored`: number of its groups with at least one reward.
-    `mean_reward`: mean over these groups' mean rewards; None before the first.
-    `last_reward`: mean reward of the latest of these groups.
-    `last_version`: newest version that sampled a token of that group.
+    Each issue of the prompt ends as trained, filtered, failed or given back to be issued again.
+    `num_scored`: number of its groups with a mean reward.
+    `mean_reward`: mean of these groups' mean rewards; None before the first.
+    `last_reward`: mean reward of the latest of these groups; None before the first.
+    `last_version`: newest version that sampled a token of that group, if it was recorded.
     """
 
     num_trained: int = 0
@@ -36,7 +38,7 @@ class PromptHistory:
 
     @property
     def num_issued(self) -> int:
-        """How often the prompt was issued, without groups in progress."""
+        """Number of times that the prompt was issued, without groups in progress."""
         return self.num_trained + self.num_filtered + self.num_failed + self.num_given_back
 
     def after(self, outcome: PromptOutcome) -> PromptHistory:
@@ -66,6 +68,7 @@ class PromptOutcome:
     `key`: (epoch, position) of its ticket. `index`: row of the prompt.
     `fate`: name of a count in PromptHistory, without "num_".
     `reward`: mean reward of the group; None or NaN if it has none.
+    `version`: newest version that sampled a token of the group; None if it is not recorded.
     """
 
     key: tuple[int, int]
@@ -78,7 +81,7 @@ class PromptOutcome:
 class PromptHistories:
     """Histories of the `max_prompts` prompts seen last.
 
-    Published histories change only by `publish`, which applies outcomes in the order of tickets:
+    Published histories change only by `publish`, which applies outcomes in the order of tickets. So
     they do not depend on which group of a batch finished first.
     """
 
@@ -95,7 +98,7 @@ class PromptHistories:
         return self._published.get(index) or self._base.get(index, NEW_PROMPT)
 
     def latest(self, index: int) -> PromptHistory:
-        """Return the history of row `index` with outcomes not yet published."""
+        """Return the history of row `index` with outcomes that are not published yet."""
         history = self.published(index)
         for outcome in self._pending:
             if outcome.index == index:
@@ -103,7 +106,7 @@ class PromptHistories:
         return history
 
     def add(self, outcome: PromptOutcome) -> None:
-        """Record an outcome."""
+        """Record an outcome, to be published later."""
         self._pending.append(outcome)
 
     def publish(self) -> set[int]:
@@ -125,9 +128,9 @@ class PromptHistories:
         return forgotten
 
     def state(self, untrained: Container[tuple[int, int]] = ()) -> list[list[Any]]:
-        """Return all histories with all outcomes, as JSON.
+        """Return the histories of all rows with all outcomes, as JSON.
 
-        `untrained`: keys whose outcome "trained" is left out.
+        `untrained`: ticket keys whose outcome "trained" is left out.
         """
         histories = self._base.copy()
         _fold(
@@ -141,7 +144,7 @@ class PromptHistories:
         return [[index, *astuple(history)] for index, history in histories.items()]
 
     def load(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Replace all histories by a `state`."""
+        """Replace all histories by those of a `state`, as published."""
         self._last, self._pending, self._published = [], [], {}
         names = [field.name for field in fields(PromptHistory)]
         self._base = OrderedDict(
@@ -152,6 +155,7 @@ class PromptHistories:
 
 
 def _fold(histories: OrderedDict[int, PromptHistory], outcomes: Iterable[PromptOutcome]) -> None:
+    """Add `outcomes` to `histories`, and move their rows to the end."""
     for outcome in outcomes:
         history = histories.get(outcome.index, NEW_PROMPT)
         histories[outcome.index] = history.after(outcome)

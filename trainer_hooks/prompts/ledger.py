@@ -1,7 +1,8 @@
-"""PromptLedger: issues every prompt exactly once per epoch, also across crashes and resumes.
+"""PromptLedger: issues the prompts of each epoch in order, also across crashes and resumes.
 
-Used by AsyncRolloutProducer, `evaluate` and training loops. It is the only writer of the position
-in the prompts and of their histories.
+Used by AsyncRolloutProducer and its parts, `evaluate`, `trainer_hooks.train.warm_up` and users'
+training loops; PromptItem is a prompt in all of trainer_hooks. The ledger is the only writer of the
+position in the prompts and of their histories. It writes no file.
 """
 
 from __future__ import annotations
@@ -88,17 +89,20 @@ class PromptTicket:
 class PromptLedger:
     """Issues prompts in a seeded order per epoch and records the outcome of each.
 
-    A ticket is out from `issue` until it is consumed, with a reason, or given back. Tickets that
-    were given back are issued again before new ones. The state for checkpoints is small: a
-    position, the unconsumed tickets before it, and the histories.
+    Each prompt is consumed once per epoch, unless a curriculum draws with replacement. A ticket is
+    out from `issue` until it is consumed, with a reason, or given back. Tickets that were given
+    back are issued again before new ones. The state for checkpoints is small: a position, the
+    unconsumed tickets before it, and the histories.
     `source`: rows as `as_prompt_item` accepts them, in a list, in a dataset with `len` and
     `[index]` (read when issued), or in an iterable that can be iterated again, such as an
     IterableDataset (read at once, at most MAX_ITERATED_ROWS).
-    `num_epochs`: None never ends.
+    `shuffle`: False issues the rows in the order of the source.
+    `num_epochs`: number of epochs; None never ends.
     `curriculum`: draws the next prompts by their histories instead of the shuffled order. With
     replacement, an epoch is as many draws as there are prompts, and a prompt may come several
     times.
-    `max_histories`: number of prompts whose history is kept, latest seen first.
+    `max_histories`: number of prompts whose history is kept; those unseen longest are dropped.
+    `consumed`, `given_back`: counts of prompts by reason, over all epochs.
     """
 
     def __init__(
@@ -110,8 +114,9 @@ class PromptLedger:
         curriculum: Curriculum | None = None,
         max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that is empty, a single prompt, or an iterator, for a
-        curriculum with shuffle=False, and for a negative or infinite weight.
+        """Raises ConfigError for a source that `as_rows` refuses, for a bad row among those of the
+        fingerprint, for `num_epochs` below 1, for a curriculum with shuffle=False, and for a
+        negative or infinite weight.
         """
         self._rows = as_rows(source)
         if num_epochs is not None and num_epochs < 1:
@@ -136,7 +141,7 @@ class PromptLedger:
         self.given_back: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Number of prompts of one epoch."""
         return len(self._rows)
 
     @property
@@ -151,16 +156,16 @@ class PromptLedger:
         return is_over and not self._returned
 
     def item(self, ticket: PromptTicket) -> PromptItem:
-        """Return the ticket's prompt, as text or a list of ids, and columns.
+        """Return the ticket's prompt, as text or a list of token ids, and columns.
 
-        Raises ConfigError for a row without a prompt.
+        Raises ConfigError for a row whose prompt is missing, empty or neither text nor token ids.
         """
         return item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
         """Return a ticket: the earliest one given back, else a new one; None if no prompt is left.
 
-        A curriculum uses histories with all outcomes up to the last trained batch.
+        A curriculum draws by histories with all outcomes up to the last consumed as "trained".
         """
         if self._has_trained:
             self._publish_histories()
@@ -185,7 +190,7 @@ class PromptLedger:
     ) -> None:
         """Finish the prompt for this epoch. Raises ConfigError if the ticket is not out.
 
-        `reason`: "trained", "failed" or "filtered". The history counts any other reason as
+        `reason`: "trained", "failed", "filtered" or another text, which the history counts as
         filtered.
         `reward`, `version`: the group's mean reward and newest version, for the history.
         """
@@ -196,7 +201,7 @@ class PromptLedger:
         self._record(ticket, reason if reason in (TRAINED, FAILED) else FILTERED, reward, version)
 
     def give_back(self, ticket: PromptTicket, reason: str) -> None:
-        """Return the prompt to be issued again. Raises ConfigError if the ticket is not out."""
+        """Put the prompt back, to be issued again. Raises ConfigError if the ticket is not out."""
         self._remove_issued(ticket)
         self.given_back[reason] += 1
         if reason == STALE:
@@ -205,7 +210,7 @@ class PromptLedger:
         self._record(ticket, GIVEN_BACK)
 
     def history(self, index: int) -> PromptHistory:
-        """Return the history of the prompt in row `index`."""
+        """Return the history of the prompt in row `index`, with all outcomes so far."""
         return self._histories.latest(index)
 
     def num_reissues(self, ticket: PromptTicket) -> int:
@@ -265,9 +270,10 @@ class PromptLedger:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`: its unfinished prompts are issued first, in their old order.
+        """Continue from `state`. Its unfinished prompts are issued first, in their old order.
 
-        Raises ConfigError for a state of other prompts or another order, and while prompts are out.
+        Raises ConfigError for a state of other prompts, another seed, order or curriculum, and
+        while prompts are out.
         """
         if self._out:
             raise ConfigError(f"{len(self._out)} prompts are out; load a state before any is")
@@ -330,7 +336,7 @@ def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:
 
 
 def as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
-    """Return `source` as rows by number. A source that can only be iterated is read into a list.
+    """Return `source`, or the list of its rows if it can only be iterated.
 
     Raises ConfigError for a single prompt, an iterator, a source without rows, and more than
     MAX_ITERATED_ROWS rows of a source without a length.
@@ -361,8 +367,9 @@ def _iterated(source: Iterable[Any]) -> list[Any]:
 
 
 def item_of(rows: PromptRows, index: int) -> PromptItem:
-    """Return row `index` as a PromptItem. Raises ConfigError, which names the row, for a bad
-    one.
+    """Return row `index` as a PromptItem, with a prompt that is text or a list of token ids.
+
+    Raises ConfigError for a row whose prompt is missing, empty or neither text nor token ids.
     """
     try:
         item = as_prompt_item(rows[index])
@@ -377,6 +384,7 @@ def item_of(rows: PromptRows, index: int) -> PromptItem:
 
 
 def _fingerprint(rows: PromptRows) -> str:
+    """Return a hash of _NUM_FINGERPRINTED prompts, or of all if there are fewer."""
     count = min(len(rows), _NUM_FINGERPRINTED)
     digest = hashlib.sha256()
     for i in range(count):

@@ -1,6 +1,6 @@
 """as_item: makes a PromptItem from a row of a file or dataset, through a chat template.
 
-Used by the prompt sources.
+Used by `trainer_hooks.prompts.sources`. It keeps no state.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ def as_item(
     *,
     is_arrow: bool = False,
 ) -> PromptItem:
-    """Return a row as a PromptItem. `place`: name of the row in errors.
+    """Return a row as a PromptItem.
 
+    A ChatFormat renders text and messages, and the item then has the messages in the column
+    `messages`. Another template renders messages alone. The `ground_truth` in a column
+    `reward_model` also becomes a column, unless the row has one.
+    `values`: the row by column. `place`: text that names the row in errors.
     `is_arrow`: True if the row comes from Arrow, which gives all objects of a column the same keys,
     with null for missing values. In tool calls these keys are removed.
-    Raises ConfigError for a row without a prompt, a prompt that its chat template refuses, and half
-    a surrogate pair in any column.
+    Raises ConfigError for a prompt that is not text, token ids or messages, messages without a
+    template or refused by it, and half a surrogate pair in any column.
     """
     if prompt_column not in values:
         raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
@@ -70,9 +74,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
-    """Return a chat message as templates expect it. Raises ConfigError for parts that are not
-    text.
-    """
+    """Return a message as templates expect it. Raises ConfigError for parts that are not text."""
     if is_arrow and isinstance(calls := message.get("tool_calls"), list):
         # Arguments that are JSON text keep their nulls.
         message = {**message, "tool_calls": _without_nulls(calls)}

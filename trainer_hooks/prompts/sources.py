@@ -1,7 +1,8 @@
 """Prompt sources: JSONL and parquet files, `datasets` and reasoning-gym, read when needed.
 
-Used by training loops and the training job, as the `source` of a PromptLedger. Each source is a
-Sequence of PromptItem. It writes no file. The error of a bad row names its file and line or row.
+Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
+`trainer_hooks.train.palindromes`, as the `source` of a PromptLedger. Each source is a Sequence of
+PromptItem. It writes no file. Errors name a bad row by its file and line, or by its index.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rollout.errors import ConfigError
 from rollout.text import RenderedText
 from rollout.utf8_lines import BYTE_ORDER_MARK, decode_line
 from trainer_hooks.prompts.chat_format import ChatFormat, as_chat_template
+from trainer_hooks.prompts.checks import place_of
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item, as_rows
 from trainer_hooks.prompts.rows import as_item
 
@@ -30,13 +32,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _LazyPrompts(Sequence[PromptItem]):
-    """A Sequence that reads its items by `_read`. A slice is read into a list."""
+    """A Sequence that reads an item only when it is asked for, by `_read`. A slice is a list."""
 
     @abstractmethod
     def _read(self, index: int) -> PromptItem: ...
 
     def place_of(self, index: int) -> str:
-        """Return the name of a row in errors, such as "questions.jsonl, line 7"."""
+        """Return the text that names a row in errors, such as "questions.jsonl, line 7"."""
         return f"row {index} of {type(self).__name__}"
 
     @overload
@@ -56,8 +58,8 @@ class _LazyPrompts(Sequence[PromptItem]):
 class JsonlPrompts(_LazyPrompts):
     """Rows of JSONL files: one JSON object per line, with the prompt in `prompt_column`.
 
-    Empty lines are skipped. Only the offset and the number of each line are kept, 16 bytes. The
-    prompt is text, token ids or, with a `chat_template` (a callable or a transformers tokenizer),
+    Empty lines are skipped. Only the offset and the number of each line are kept in memory, 16
+    bytes per line. A prompt is text, token ids or, with a `chat_template` (see `as_chat_template`),
     messages. Raises ConfigError for an unreadable file and, when a line is read, for a line that is
     not an object with a prompt and for a file that has changed.
     """
@@ -102,9 +104,11 @@ class JsonlPrompts(_LazyPrompts):
 class ParquetPrompts(_LazyPrompts):
     """Rows of parquet files, such as verl's datasets: the prompt and any other columns.
 
-    `reward_model.ground_truth` is also given as a column of its own, `ground_truth`. One row group
-    is kept in memory, so shuffled access is quick if row groups are small or all rows are in one.
+    The `ground_truth` in verl's column `reward_model` is also a column `ground_truth`. The row
+    group read last is kept in memory, so shuffled access is quick if row groups are small or all
+    rows are in one.
     `columns`: columns to read besides the prompt; None reads all.
+    `chat_template`: as for JsonlPrompts.
     Raises ConfigError if pyarrow is missing, for an unreadable file or a missing column, and, when
     a row is read, for a row without a prompt.
     """
@@ -173,7 +177,7 @@ class DatasetPrompts(_LazyPrompts):
     """Rows of a `datasets.Dataset`, or of a dataset that `save_to_disk` wrote to a directory.
 
     `split`: name of the split of a DatasetDict, which must be given even if there is only one.
-    Prompts and columns are as in ParquetPrompts.
+    Prompts, `ground_truth` and `chat_template` are as in ParquetPrompts.
     An IterableDataset is read into memory at once, so that its rows can be shuffled and a run can
     be resumed.
     Raises ConfigError if the package is missing, for a directory without a dataset or split, for a
@@ -215,10 +219,11 @@ class DatasetPrompts(_LazyPrompts):
 
 
 class ReasoningGymPrompts(_LazyPrompts):
-    """Rows of a reasoning-gym dataset, with columns `answer` and `entry` for its `score_answer`.
+    """Rows of a reasoning-gym dataset, with the columns `answer` and `entry`.
 
-    `dataset`: a dataset, or the name of one to create with `size`, `seed` and `settings`. Raises
-    ConfigError if the package is missing or refuses the settings.
+    With a `chat_template`, prompts are rendered, and the column `messages` has their messages.
+    `dataset`: a dataset, or the name of one to create with `size`, `seed` and `settings`.
+    Raises ConfigError if the package is missing or refuses the settings.
     """
 
     def __init__(
@@ -247,10 +252,11 @@ class ReasoningGymPrompts(_LazyPrompts):
 
 
 class FormattedPrompts(_LazyPrompts):
-    """Rows whose prompts go through a chat template: texts, as what a user says, and messages.
+    """Rows of another source, with prompts rendered by a chat template.
 
-    `rows`: rows as `as_prompt_item` takes them. Prompts that are token ids, or that a template has
+    A text is rendered as a user's message. Prompts that are token ids, or that a template has
     already rendered, stay as they are.
+    `rows`: rows that `as_prompt_item` accepts.
     """
 
     def __init__(self, rows: PromptRows, chat_template: ChatFormat) -> None:
@@ -267,13 +273,17 @@ class FormattedPrompts(_LazyPrompts):
         values = {**item.columns, "prompt": item.prompt}
         return as_item(values, "prompt", self._template, self.place_of(index))
 
+    def place_of(self, index: int) -> str:
+        return place_of(self.rows, index)
+
 
 class MixedPrompts(_LazyPrompts):
     """Rows of several sources, in proportion to their weights.
 
     An epoch has every row of every source at least once. Rows of a source that is small for its
-    weight repeat. The column `data_source` is the source's name, unless the row has this column.
-    Unshuffled, the sources are interleaved evenly. `sources`: rows and weight by name.
+    weight repeat. The sources are interleaved evenly. The column `data_source` is the source's
+    name, unless the row has this column.
+    `sources`: rows and weight by name.
     Raises ConfigError without sources, for a source without rows, and for weights that are not
     above 0.
     """
@@ -318,6 +328,7 @@ class _IndexedFile:
 
 
 def _index_lines(path: Path) -> _IndexedFile:
+    """Read a file once and return the places of its lines that are not empty."""
     offsets, line_numbers = array("Q"), array("Q")
     offset = 0
     try:
@@ -347,9 +358,7 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return which part contains `index`, and the index in that part. `ends`: running sum of the
-    parts' lengths.
-    """
+    """Return the part that has item `index`, and its index there. `ends`: end of each part."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

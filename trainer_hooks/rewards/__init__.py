@@ -1,5 +1,6 @@
-"""Reward functions: calling, combining and timing them, conventions of other systems, ready-made
-ones.
+"""Reward functions: calling and combining users' own, adapting TRL's and verl's, ready-made ones.
+
+Used by users' training loops, `trainer_hooks.train`, the producer and `evaluate`.
 """
 
 from trainer_hooks.rewards.adapters import (

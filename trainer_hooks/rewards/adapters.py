@@ -1,7 +1,8 @@
-"""Adapters: several reward functions as one, and functions in the conventions of TRL and verl.
+"""Adapters that make one reward function of several, or of one in the convention of TRL or verl.
 
-Training loops and the training job wrap users' functions in them for a RewardRunner. Scoring and
-the verifiers environment return WeightedReward, too; the producer logs `reward_metrics`.
+Used by users' training loops and `trainer_hooks.train.task`, which give the result to a
+RewardRunner. `score_rollouts` and `trainer_hooks.environments.verifiers` return WeightedReward too;
+`trainer_hooks.producer.batches` and `evaluate` report `reward_metrics`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from trainer_hooks.rewards.failures import FailureLog
 
 
 class WeightedReward(float):
-    """A weighted sum that keeps its `terms`: the unweighted result of each function, by name."""
+    """A weighted sum of rewards that keeps its terms."""
 
-    terms: Mapping[str, float]
+    terms: Mapping[str, float]  # unweighted result of each function, by its name
 
     def __new__(cls, value: float, terms: Mapping[str, float]) -> WeightedReward:
         reward = super().__new__(cls, value)
@@ -38,12 +39,12 @@ class WeightedReward(float):
 
 
 class WeightedRewards:
-    """Several reward functions as one: the weighted sum of their results, as in TRL.
+    """A reward function that returns the weighted sum of several functions' results, as in TRL.
 
     A None or NaN of one function is left out of a sample's sum. If all functions return None or
     NaN, the sum is None. The functions are called one after another, each with the columns that it
-    names; then the async ones are awaited together. Each reward is a WeightedReward, from which
-    `reward_metrics` and the samples of a run read the terms.
+    names; then the async ones are awaited together. Each reward is a WeightedReward, whose terms
+    `reward_metrics` and `trainer_hooks.train.samples` read.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class WeightedRewards:
         reward_weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """`names`: names of the terms; None takes the functions' names.
+        """`reward_weights`: one per function; None for 1 each. `names`: names of the terms; None
+        takes the functions' names.
 
-        Raises ConfigError unless there are as many weights and distinct names as functions, and at
-        least one.
+        Raises ConfigError without a function, and unless each has one weight and a distinct name.
         """
         if reward_weights is None:
             reward_weights = [1.0] * len(reward_funcs)
@@ -74,7 +75,7 @@ class WeightedRewards:
 
     @property
     def awaits(self) -> bool:
-        """Whether a function is async, so that calls return an awaitable."""
+        """Whether a function is declared async, so that calls return an awaitable."""
         return any(is_async(function) for function in self._functions)
 
     def __call__(
@@ -84,9 +85,9 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one sum or None per completion. If a function is async, return an awaitable of
-        this list.
+        """Return one WeightedReward or None per completion.
 
+        If a function returns an awaitable, returns an awaitable of this list.
         Raises ConfigError unless each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
@@ -121,10 +122,10 @@ class WeightedRewards:
 
 
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
-    """Return `rewards/<name>/mean` and `/std` of each term over the rewards that have it, as in
-    TRL.
+    """Return `rewards/<name>/mean` and `rewards/<name>/std` of each term, as in TRL.
 
-    Rewards without terms, which are not from WeightedRewards, are ignored.
+    They are over the rewards that have the term. A single one has the deviation 0. Rewards without
+    terms are ignored.
     """
     values: dict[str, list[float]] = {}
     for reward in rewards:
@@ -156,7 +157,7 @@ class ConversationalReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return the function's result."""
+        """Return the function's result for the chat messages."""
         chats = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
         answers = [[{"role": "assistant", "content": text}] for text in completions]
         return call_reward(self._function, chats, answers, completion_ids, columns)
@@ -167,9 +168,9 @@ class VerlReward:
 
     The function returns a number, or a mapping with "score". The columns are named as in verl:
     data_source, extra_info, and ground_truth, or reward_model with "ground_truth" in it.
-    The function is called for one sample at a time. If it returns None, the sample has no reward.
-    If it raises or returns no number, the sample has none either, and the error is logged. If all
-    samples fail, the first error is raised.
+    The function is called for one sample at a time. If it returns None, the sample's score is None.
+    If it raises or returns no number, the score is None too, and the error is logged. If all
+    samples fail so, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:
@@ -184,7 +185,7 @@ class VerlReward:
         ground_truth: Sequence[Any] | None = None,
         extra_info: Sequence[Any] | None = None,
     ) -> list[float | None]:
-        """Return one score per completion. Raises ConfigError without a ground truth."""
+        """Return one score or None per completion. Raises ConfigError without a ground truth."""
         if ground_truth is None:
             if reward_model is None:
                 raise ConfigError("verl's rewards need a column ground_truth or reward_model")

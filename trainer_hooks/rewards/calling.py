@@ -1,6 +1,7 @@
 """Calls a reward function with the arguments that its signature names, and checks its result.
 
-Used by RewardRunner, its processes, and the adapters. Keeps no state.
+Used by RewardRunner, `trainer_hooks.rewards.process` and the adapters; the producer, `evaluate` and
+AgentRollouts use the type RewardFunction. Keeps no state.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ def arguments_for(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments of `reward_fn(prompts, completions, completion_ids,
-    ...)`.
+    """Return the positional and named arguments for a call of `reward_fn`.
 
-    The first three go by position to a function that names none of them and has at least three
-    positional parameters, else by name. By name, a function gets only what it names, or everything
-    if it has `**columns`.
+    Prompts, completions and completion ids go by position to a function that names none of them
+    and has at least three positional parameters, else by name. By name, a function gets only what
+    it names, or everything if it has `**columns`.
     Raises ConfigError if it needs a column that the prompts do not have.
     """
     standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))
@@ -68,13 +68,16 @@ def call_reward(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
 ) -> Any:
-    """Call the function with its `arguments_for`. Returns the result of `rewards_of`."""
+    """Call the function with the arguments that it names. Returns the result of `rewards_of`.
+
+    Raises ConfigError if it needs a column that the prompts do not have.
+    """
     args, named = arguments_for(reward_fn, prompts, completions, completion_ids, columns)
     return rewards_of(reward_fn, args, named)
 
 
 def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return the function's result for these arguments, as a list if it is iterable.
+    """Call the function. Returns its result, as a list if it is iterable.
 
     A generator runs to its end here, so that its result can be sent to another process.
     """

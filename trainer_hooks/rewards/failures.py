@@ -1,7 +1,8 @@
-"""Errors of reward functions, and what the log says of them and of slow calls.
+"""Errors of reward functions, and log messages about these errors and about slow calls.
 
-Used by RewardRunner, its processes and the adapters. Users catch the errors. Environments log their
-faults by the same FailureLog.
+Used by RewardRunner, `trainer_hooks.rewards.process`, RewardProcesses and VerlReward. The producer
+and `evaluate` catch RewardFailed, `rollout train` RewardFunctionError. The environments'
+`trainer_hooks.environments.faults` uses FailureLog.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class RewardFunctionError(RolloutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an error in another process; it becomes the cause of the error raised here.
+    """The traceback, as text, of an error in another process. Cause of the error raised here.
 
     `place`: result of `place_of` in that process.
     """
@@ -53,12 +54,15 @@ class RemoteTraceback(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTraceback:
-        """Return the traceback of `error`, with all its causes."""
+        """Return the traceback of `error`, with those of all its causes."""
         return cls("".join(traceback.format_exception(error)), place_of(error))
 
 
 def place_of(error: BaseException) -> str:
-    """Return the type of `error` and the line that raised it, which do not depend on the data."""
+    """Return the type of `error` and the line that raised it, as text without the message.
+
+    Messages may differ with the data, so FailureLog compares errors by this text.
+    """
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.place
     frames = traceback.extract_tb(error.__traceback__)
@@ -67,9 +71,7 @@ def place_of(error: BaseException) -> str:
 
 
 def below_this_package(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames of a traceback below the last one of this package, or all if there are
-    none.
-    """
+    """Return the frames below the last frame of this package, or all if there is none below."""
     part, below = frames, frames
     while part is not None:
         if part.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
@@ -82,7 +84,7 @@ class FailureLog:
     """Logs each distinct error once, with its traceback, and then its count at 10, 100, ..."""
 
     def __init__(self, subject: str) -> None:
-        """`subject`: what failed, such as "reward function score"."""
+        """`subject`: text that names the failing function, such as "reward function score"."""
         self._subject = subject
         self._counts: Counter[str] = Counter()
 
@@ -105,20 +107,16 @@ class FailureLog:
 
 
 class SlowCallWarnings:
-    """Warns of slow calls while they run: a call that hangs would otherwise stop a run
-    unnoticed.
-    """
+    """Logs warnings of slow calls while they run, so that a call that hangs is noticed."""
 
     def __init__(self, name: str, after_s: float | None) -> None:
-        """`name`: name of the function. `after_s`: seconds before the first warning; None for no
-        warnings.
-        """
+        """`name`: of the function. `after_s`: seconds before the first warning; None for none."""
         self._name, self._after_s = name, after_s
 
     @contextmanager
     def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-        """Watch the call of the function in the block. Warn after `after_s`, then at each doubled
-        time.
+        """Warn after `after_s` while the block, a call of the function, runs; then at each doubled
+        time. Warnings show the first prompt and completion.
         """
         loop, timer = asyncio.get_running_loop(), None
 

@@ -1,7 +1,7 @@
 """CallLimiter: limits how many calls run at a time, over all event loops and threads.
 
-Used by RewardRunner for its thread, by RewardProcesses for its processes, and by the environments'
-Python tool.
+Used by RewardRunner for its thread, by RewardProcesses for its processes, and by
+`trainer_hooks.environments.python_tool`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CallLimiter:
         self._waiting: deque[Permit] = deque()
 
     async def acquire(self) -> Permit:
-        """Wait for a permit. The caller holds it until it is released."""
+        """Wait for a permit and return it. The caller must `release` it."""
         permit = asyncio.get_running_loop().create_future()
         with self._lock:
             if len(self._granted) < self._num_calls:
@@ -43,7 +43,7 @@ class CallLimiter:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """Release `permit`, or leave the queue. Any thread may call it, more than once."""
+        """Release `permit`, or drop it if not granted yet. Any thread may call it, even twice."""
         with self._lock:
             self._granted.discard(permit)
             if permit in self._waiting:

@@ -1,6 +1,6 @@
-"""python -m trainer_hooks.rewards.process: a child of RewardProcesses, which computes rewards.
+"""python -m trainer_hooks.rewards.process: a child process that computes rewards.
 
-Started by RewardProcesses. It reads calls from a pipe and writes results to it.
+Started by RewardProcesses alone. It reads calls from a pipe and writes results to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed
 
 
 def serve(pipe: Connection, reward_fn: RewardFunction) -> None:
-    """Run calls from the pipe until the parent closes it."""
+    """Call `reward_fn` with each pair of arguments from the pipe until the parent closes it.
+
+    Replies are triples: the rewards or None, the error or None, and its traceback or None.
+    """
     pipe.send("ready")
     while True:
         try:

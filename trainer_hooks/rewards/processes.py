@@ -1,6 +1,7 @@
 """RewardProcesses: processes that compute rewards, replaced when they die or take too long.
 
-Used by RewardRunner with `workers`. `in_thread` is also used for calls without processes.
+Used by RewardRunner with `workers`. RewardRunner and BatchedReward run blocking calls in threads
+by `in_thread`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ Watch = Callable[[], AbstractContextManager[None]]
 
 
 def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Run `work` in a daemon thread, which does not delay the program's exit. Returns a future.
+    """Run `work` in a daemon thread, which does not delay the program's exit.
 
-    A StopIteration becomes a RewardFailed, since a future cannot hold it.
+    Returns a future of its result or error. A StopIteration becomes a RewardFailed, since a future
+    cannot hold it.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
@@ -60,10 +62,11 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
 
 
 class RewardProcesses:
-    """Up to `num_workers` processes, each started when it is first needed.
+    """Up to `num_workers` processes that call one function, each started when it is first needed.
 
     They are spawned, so they must be able to import the function. A program that defines the
     function itself must guard its start by `if __name__ == "__main__":`.
+    `num_replaced`: number of processes killed because their call failed or was cancelled.
     """
 
     def __init__(self, reward_fn: RewardFunction, num_workers: int) -> None:
@@ -83,10 +86,12 @@ class RewardProcesses:
     ) -> Any:
         """Call the function in a process. Returns the result of `rewards_of` there.
 
-        `watch`: context around the call, entered when a process is free.
-        Raises ConfigError if the function does, and RewardFailed if the call fails, caused by the
-        function's own traceback if it raised. A process that hangs or died is replaced. Raises
+        `timeout_s`: limit on the call, without the start of a process; None for no limit.
+        `watch`: returns a context for the call, entered when a process is free.
+        Raises ConfigError if the function does. Raises RewardFailed if the function raises another
+        error, with its traceback as the cause, if it takes too long and if its process dies. Raises
         RewardProcessesClosed for calls that are waiting when the processes are closed.
+        The process of a call that takes too long or is cancelled is killed.
         """
         permit = await self._limiter.acquire()
         try:
@@ -122,7 +127,7 @@ class RewardProcesses:
         return worker
 
     def close(self) -> None:
-        """End all processes. No further ones are started."""
+        """Kill all processes. Calls that are running fail, and no further process is started."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill()
@@ -138,9 +143,9 @@ class _Worker:
     def call(
         self, args: tuple[Any, ...], named: dict[str, Any], timeout_s: float | None
     ) -> tuple[Any, Exception | None]:
-        """Return the function's result and the error to raise if it raised one. Blocks.
+        """Return the function's result and None, or None and the error to raise. Blocks.
 
-        Raises RewardFailed if the process ended, or did not reply within `timeout_s`.
+        Raises RewardFailed if the process ended or did not reply within `timeout_s`.
         """
         pipe = self._process.pipe
         try:

@@ -1,6 +1,7 @@
 """Ready-made reward functions: length, format, and the verifiers of reasoning-gym.
 
-Used by training loops and by the training job's configs. Pure functions of completions.
+Used by users' training loops, by configs of the training job, which name them by path
+(conf/reward), and by examples/train_trl.py. They keep no state and write nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ THINK_FORMAT = r"\s*<think>(?!.*<think>).*?</think>.*"
 
 
 class LengthReward:
-    """A penalty for long completions: 0 up to `max_tokens` - `buffer_tokens`, then linearly to -1
-    at `max_tokens`.
+    """A reward function that penalises long completions.
 
+    The reward is 0 up to `max_tokens` - `buffer_tokens` tokens, then falls linearly to -1 at
+    `max_tokens`.
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """
 
@@ -37,7 +39,7 @@ class LengthReward:
 
 
 class FormatReward:
-    """1 for a completion that matches `pattern` from its beginning to its end, else 0.
+    """A reward function that returns 1 for a completion that matches `pattern` as a whole, else 0.
 
     A dot in the pattern also matches a line break.
     """
@@ -63,7 +65,9 @@ def reasoning_gym_reward(
 ) -> list[float | None]:
     """Return the score of each completion by the verifier of its reasoning-gym dataset, in [0, 1].
 
-    An empty completion has the score None. Raises ConfigError if reasoning-gym is not installed.
+    `entry`: column of reasoning-gym entries, whose metadata names the dataset.
+    A completion without tokens has the score None.
+    Raises ConfigError if reasoning-gym is not installed.
     """
     return [
         _verifier(own["metadata"]["source_dataset"])(completion, entry=own) if ids else None

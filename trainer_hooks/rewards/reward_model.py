@@ -1,6 +1,7 @@
-"""BatchedReward and RewardModel: rewards computed in batches over all groups that wait for one.
+"""BatchedReward and RewardModel: reward functions that score several groups in one batch.
 
-Used as the reward function of a RewardRunner.
+Used by users' training loops and job configs, as the function of a RewardRunner.
+They compute in a thread.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Score = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class BatchedReward:
-    """Calls `score(prompts, completions)` in batches of up to `batch_size`, over all waiting calls.
+    """Calls `score(prompts, completions)` with up to `batch_size` samples of all waiting calls.
 
     A producer requests the rewards of one group at a time. While a batch is computed in a thread,
-    the groups that arrive make up the next one. An instance serves one event loop.
+    the groups that arrive wait for the next batch. An instance serves one event loop.
     """
 
     def __init__(self, score: Score, batch_size: int) -> None:
@@ -35,8 +36,10 @@ class BatchedReward:
         self._lock = asyncio.Lock()
 
     async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-        """Return one number per completion. Raises the error of `score` for a batch with one of
-        them.
+        """Return one number per completion.
+
+        Raises the error that `score` raised for a batch with one of them, and ConfigError if it did
+        not return one number per sample.
         """
         loop = asyncio.get_running_loop()
         own: list[asyncio.Future[float]] = [loop.create_future() for _ in completions]
@@ -53,6 +56,7 @@ class BatchedReward:
                 future.cancel()
 
     async def _score_next(self) -> None:
+        """Score the next batch and set the results, or the error, of its futures."""
         batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
         prompts, completions = [item[0] for item in batch], [item[1] for item in batch]
         futures = [item[2] for item in batch]
@@ -75,15 +79,15 @@ class BatchedReward:
 
 
 class RewardModel(BatchedReward):
-    """The score of each completion by a transformers sequence-classification model with one label.
+    """Scores completions by a transformers sequence-classification model with one label.
 
-    `path`: Hugging Face directory with the model and its tokenizer. The model reads the prompt, as
-    rendered by its template, followed by the completion. `max_tokens`: longer texts lose their
-    beginning.
+    The model reads each prompt's text followed by the completion's.
+    `path`: Hugging Face directory with the model and its tokenizer. `max_tokens`: longer texts are
+    cut at their beginning; None cuts no text.
     """
 
     def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
-        """Raises ConfigError if there is no model at `path`, or one with several labels."""
+        """Raises ConfigError unless `path` has a tokenizer and a model with one label."""
         with extra_needed("hf", "RewardModel"):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         super().__init__(self._logits, batch_size)

@@ -1,6 +1,7 @@
 """RewardRunner: calls a reward function without blocking the event loop.
 
-Used by AsyncRolloutProducer, `evaluate` and training loops.
+Used by users' training loops, `trainer_hooks.train.task`, AsyncRolloutProducer and `evaluate`; the
+calls come from `score_rollouts`. It starts threads or, with `workers`, processes, and logs errors.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ WARN_AFTER_S = 60.0
 
 
 class RewardRunner:
-    """Scores completions by `reward_fn(prompts, completions, completion_ids, **columns)`,
-    awaitably.
+    """Scores completions by `reward_fn(prompts, completions, completion_ids, **columns)`.
 
     An async function is awaited, any number of calls at a time. Any other function runs in a
     thread, one call at a time, so it need not be thread-safe. With `workers` it runs in that many
@@ -53,10 +53,11 @@ class RewardRunner:
     `max_attempts`: number of calls with the same completions before a score counts as failed. A
     call that still runs in a thread is not repeated.
     `max_first_failures`: if this many scores fail before any has succeeded, the function itself is
-    at fault, and RewardFunctionError is raised. Each distinct error is logged once, with its
-    traceback.
+    at fault, and RewardFunctionError is raised. Each distinct error is logged with its traceback
+    the first time, and briefly at its 10th, 100th, ... time.
     `warn_after_s`: seconds after which a running call is named in the log, with its first sample,
     and again at each doubled time. None for no warnings.
+    `num_failed_calls`, `last_error`: number of attempts that failed, and the latest error or None.
     A runner serves one event loop after another, and without workers several at once. `close` it,
     or use it in a `with` block, to end its processes.
     """
@@ -119,8 +120,10 @@ class RewardRunner:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[float]:
-        """Return the rewards as `score` does. Raises RewardFailed, caused by the last error, if all
-        attempts failed.
+        """Return the rewards as `score` does, or raise RewardFailed if all attempts failed.
+
+        The last attempt's error is its cause. Calls that wait when the runner is closed raise
+        RewardProcessesClosed, a RewardFailed. Other errors are those of `score`.
         """
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         watch = partial(self._slow.watch, prompts, completions)
@@ -151,7 +154,7 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """Return the error for a score whose attempts all failed, the last one with `error`."""
+        """Return the error for a score whose attempts all failed. `error`: of the last attempt."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -177,7 +180,7 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """Run one attempt. `watch`: context entered when the function is called, not before."""
+        """Run one attempt. `watch` returns a context, entered when the function is called."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
@@ -191,6 +194,7 @@ class RewardRunner:
             return await self._in_time(result)
 
     async def _in_thread(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
+        """Call the function in a thread. Raises RewardCallStillRuns when its time is up."""
         permit, has_ended = await self._limiter.acquire(), threading.Event()
 
         def work() -> Any:
@@ -213,7 +217,8 @@ class RewardRunner:
             raise
 
     def _release_late(self, permit: Permit, has_ended: threading.Event) -> None:
-        # In a thread, as the event loop may be closed before the function returns.
+        """Release `permit` when the call ends or its time is up, also after the loop is closed."""
+
         def wait() -> None:
             has_ended.wait(self._timeout_s)
             self._limiter.release(permit)
@@ -227,7 +232,7 @@ class RewardRunner:
             raise RewardFailed(f"no reward within {self._timeout_s} s") from error
 
     def close(self) -> None:
-        """End the processes. May be called twice."""
+        """End the processes. May be called twice. A later call starts new processes."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -257,7 +262,7 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
 def as_runner(
     reward_fn: RewardFunction | RewardRunner | None,
 ) -> tuple[RewardRunner | None, bool]:
-    """Return a runner, and whether it is new, so that the caller must close it; None for None."""
+    """Return a runner, or None for None, and whether it is new and the caller must close it."""
     if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

@@ -27,11 +27,11 @@ async def score_rollouts(
     """Return one reward per rollout. Failed rollouts get NaN without a call of the function.
 
     A reward is the rollout's own, the function's result, or the sum of both.
-    `reward`: None if the rollouts have rewards of their own. Completions are texts, or token ids
-    without a tokenizer; a completion of several turns includes tool output. The function gets the
-    prompt's columns and the rollouts' columns, with None for a rollout that lacks one.
-    Raises ConfigError for a rollout without any reward, and the errors of
-    RewardRunner.score_or_raise.
+    `reward`: None if the rollouts have rewards of their own. Completions are those of
+    `completion_of`. The function gets the columns `is_truncated`, the prompt's and the rollouts'. A
+    rollout without a column has the prompt's value of it, or None.
+    Raises ConfigError for a rollout without any reward, for a term that the function and the
+    rollout both have, and the errors of RewardRunner.score_or_raise.
     """
     rewards = [math.nan] * len(rollouts)
     valid = [i for i, each in enumerate(rollouts) if each.succeeded() and not _is_nan(each.reward)]
@@ -67,9 +67,7 @@ def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[An
 
 
 def _total(rollout: Rollout, score: float | None) -> float:
-    """Return the sum of the rollout's own reward and the function's `score`, with the terms of
-    both.
-    """
+    """Return the sum of the rollout's own reward and the function's `score`, with both's terms."""
     if score is None and rollout.reward is None:
         raise ConfigError(
             "a rollout has no reward: there is no reward function, and the rollout_fn returned a "
@@ -89,7 +87,10 @@ def _total(rollout: Rollout, score: float | None) -> float:
 
 
 def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
-    """Return the text of all turns with tool output, or token ids without a tokenizer."""
+    """Return the completion of all turns, with tool output, as text.
+
+    Without a tokenizer, returns token ids, unless the rollout is one request that has its text.
+    """
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text
     ids = rollout.completion_ids

@@ -1,4 +1,7 @@
-"""Rewards that compare a completion with the column `answer`: exactly, and by edit distance."""
+"""Reward functions that compare a completion with the column `answer`, exactly or by edit distance.
+
+Used by users' training loops, and by conf/reward/text_match.yaml, which names them by path.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from collections.abc import Sequence
 def exact_match_reward(
     completions: Sequence[str], answer: Sequence[str], is_truncated: Sequence[bool]
 ) -> list[float]:
-    """Return 1 for a completion that equals its answer, white space around it aside, else 0.
+    """Return 1 for a completion that equals its answer, apart from surrounding white space, else 0.
 
-    A completion that a limit cut has not ended and gets 0.
+    A truncated completion gets 0.
     """
     rows = zip(completions, answer, is_truncated, strict=True)
     return [float(not cut and text.strip() == right.strip()) for text, right, cut in rows]
@@ -21,7 +24,8 @@ def edit_similarity_reward(
 ) -> list[float]:
     """Return 1 - edit distance / length of the longer text, in [0, 1], for each completion.
 
-    A completion that a limit cut has not ended and gets 0: otherwise writing on would pay.
+    White space around both texts is ignored. A truncated completion gets 0, so that the policy
+    learns to end.
     """
     rows = zip(completions, answer, is_truncated, strict=True)
     return [0.0 if cut else similarity(text.strip(), right.strip()) for text, right, cut in rows]
@@ -34,8 +38,7 @@ def similarity(first: str, second: str) -> float:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Return how many insertions, deletions and replacements of characters make `second` of
-    `first`.
+    """Return the least number of insertions, deletions and replacements from one to the other.
 
     Source: Wagner and Fischer 1974, "The String-to-String Correction Problem".
     """

@@ -1,4 +1,4 @@
-"""python -m trainer_hooks.train: the program that `rollout train` runs, as torchrun starts it."""
+"""python -m trainer_hooks.train: the same program as `rollout train`, in the form for torchrun."""
 
 from rollout.extras import extra_needed
 

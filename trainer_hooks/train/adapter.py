@@ -1,6 +1,7 @@
 """The LoRA adapter of a job: a PEFT model over the base weights that its engines started from.
 
-Used by main to create an adapter and by learner to load one from a checkpoint.
+Used by `trainer_hooks.train.main` to create an adapter, and by `trainer_hooks.train.learner` to
+load one from a checkpoint. It only reads files.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from trainer_hooks.train.settings import LoraSettings
 
 
 def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
-    """Return a PEFT model over the model in `base`, with a new adapter that does not change its
-    outputs.
+    """Return a PEFT model over the model in `base`, with a new adapter.
 
+    The new adapter does not change the model's outputs yet.
     Raises ConfigError if PEFT is missing, and for layers that the model does not have.
     """
     peft = _peft()
@@ -37,7 +38,7 @@ def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
 
 
 def load_adapter(base: Path | str, checkpoint: Path, settings: LoraSettings) -> Any:
-    """Return a trainable PEFT model over `base` with the adapter of `checkpoint`.
+    """Return a trainable PEFT model over the model in `base`, with the adapter in `checkpoint`.
 
     Raises ConfigError if PEFT is missing, or if the checkpoint's adapter does not match `settings`.
     """

@@ -1,6 +1,6 @@
-"""Charts of a terminal's text cells: a curve, a histogram, a bar of shares, a table of engines.
+"""Charts of text cells for a terminal: a curve, a histogram, a bar of shares, a table of engines.
 
-Used by dashboard.
+Used by `trainer_hooks.train.dashboard`. Only EngineRates keeps state.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
-    """Return one line per bin with its value, a bar and its share; the last line stands for all
-    further bins.
+    """Return one line per bin with its value, a bar and its share.
+
+    `counts`: count of each bin. If there are more than `num_lines` bins, the last line counts all
+    further ones.
     """
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(justify="right")
@@ -90,7 +92,7 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
 
 
 def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
-    """Return a bar of `width` cells, divided by the shares, the largest first, and its legend."""
+    """Return a bar of `width` cells and its legend, of shares from 0.5%, the largest first."""
     present = [(name, share) for name, share in shares.items() if share >= 0.005]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []
@@ -103,9 +105,7 @@ def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
 
 
 def flowed(pieces: Sequence[Text], width: int) -> Text:
-    """Return pieces side by side, three spaces apart, in lines of up to `width` cells; no piece is
-    broken.
-    """
+    """Return the texts three spaces apart, in lines of up to `width` cells. No text is broken."""
     lines: list[Text] = []
     for piece in pieces:
         if lines and lines[-1].cell_len + len(_GAP) + piece.cell_len <= width:
@@ -116,7 +116,7 @@ def flowed(pieces: Sequence[Text], width: int) -> Text:
 
 
 def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
-    """Return each share's number of cells; rounding the running sum keeps their total right."""
+    """Return each share's number of cells. The running sum is rounded, so the total is right."""
     counts, running, drawn = [], 0.0, 0
     for share in shares:
         running += share
@@ -126,20 +126,20 @@ def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
 
 
 class EngineRates:
-    """Tokens per second of each engine, over its latest reports."""
+    """Computes the tokens per second of each engine over its latest _RATE_WINDOW reports."""
 
     def __init__(self) -> None:
         self._reports: dict[str, deque[tuple[float, int]]] = {}
 
     def add(self, name: str, stats: EngineStats, now_s: float) -> None:
-        """Record one report of an engine. The counts of a restarted engine begin again."""
+        """Record one report of engine `name`. Earlier reports of a restarted engine are dropped."""
         reports = self._reports.setdefault(name, deque(maxlen=_RATE_WINDOW))
         if reports and reports[-1][1] > stats.num_sampled_tokens:
             reports.clear()
         reports.append((now_s, stats.num_sampled_tokens))
 
     def tokens_per_s(self, name: str) -> float | None:
-        """Return sampled tokens per second; None before the second report."""
+        """Return the sampled tokens per second of an engine; None before its second report."""
         reports = self._reports.get(name)
         if not reports or reports[-1][0] == reports[0][0]:
             return None

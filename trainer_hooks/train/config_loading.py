@@ -1,7 +1,9 @@
 """Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
 
-Used by hydra_job, job, task and learner. An unknown key is refused with our name for a key of TRL,
-verl or Megatron-LM, or with the nearest valid key.
+Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.job`, `trainer_hooks.train.main`,
+`trainer_hooks.train.task`, `trainer_hooks.train.prompts` and `trainer_hooks.train.learner`. The
+error for an unknown key gives our name for a key of TRL, verl or Megatron-LM, or the nearest valid
+key. `import_object` may append the working directory to sys.path.
 """
 
 from __future__ import annotations
@@ -32,9 +34,8 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
         settings = load_dataclass(JobSettings, hydra.compose("train"))
 
     `path`: position of `values` in the whole config, for error messages.
-    Raises ConfigError for an unknown key (with our name for a key of TRL, verl or Megatron-LM, else
-    the nearest valid one), for a missing key and for a value of another type. Errors of `kind`
-    itself pass through.
+    Raises ConfigError for an unknown key (`unknown_key_error`), for a missing key and for a value
+    of another type. Errors that `kind` raises pass through.
     """
     if isinstance(values, DictConfig):
         values = typing.cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
@@ -79,9 +80,9 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
 
 
 def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
-    """Return the error for a key that does not exist below `path`; `known` holds the keys that do,
-    with their types.
+    """Return the error for a key that does not exist below `path`.
 
+    `known`: the keys that exist there, with their types.
     The message gives our name for another system's key, else the same key one level below, else the
     nearest key, else all keys.
     """
@@ -101,7 +102,7 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 
 
 def as_plain(value: Any) -> Any:
-    """Return a loaded config as mappings, lists, numbers and text, which YAML can hold."""
+    """Return a loaded config as mappings, lists, numbers and text; other values as their repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
@@ -114,7 +115,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` as a `kind`: nested mappings become dataclasses, lists become tuples."""
+    """Return `value` as a `kind`, such as a mapping as a dataclass, or raise ConfigError."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
@@ -139,9 +140,7 @@ def _is_left_open(value: Any) -> bool:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether a plain value can stand for `kind`. Enums and similar types check their values
-    themselves.
-    """
+    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks: an enum."""
     origin = typing.get_origin(kind)
     if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
@@ -167,8 +166,9 @@ def _join(path: str, name: str) -> str:
 
 
 def import_object(path: str, setting: str) -> Any:
-    """Return the object that a path "package.module:name" names. `setting` is the key that held it.
+    """Return the object that a path "package.module:name" names.
 
+    `setting`: config key that holds the path, for errors.
     The working directory is searched last, as by `python -m`; it is appended to sys.path.
     Raises ConfigError for a path without a colon, and for a missing module or name. An error inside
     the module passes through.
@@ -197,11 +197,11 @@ def import_object(path: str, setting: str) -> Any:
 
 
 def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
-    """Return the function at `path` with the arguments `options` bound, or an instance if `path` is
-    a class.
+    """Return the function at `path` with the arguments `options` bound.
 
-    `setting`: the config key above both, as in <setting>.path and <setting>.options. Raises
-    ConfigError for a path that names no function, and for options that it does not accept.
+    If `path` names a class, returns an instance made with `options`.
+    `setting`: config key above <setting>.path and <setting>.options, for errors.
+    Raises ConfigError for a path that names nothing callable, and for options that it refuses.
     """
     function = import_object(path, f"{setting}.path")
     try:
@@ -218,10 +218,10 @@ def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
 
 
 def make_object(path: str, options: Mapping[str, Any], setting: str, *arguments: Any) -> Any:
-    """Return the result of calling what `path` names with `arguments` and `options`.
+    """Call the class or function at `path` with `arguments` and `options`. Returns the result.
 
     `setting` is as in `import_function`. Raises ConfigError for a path that names nothing, and for
-    options that are not accepted.
+    a TypeError of the call, as for options that it does not accept.
     """
     make = import_object(path, f"{setting}.path")
     try:
@@ -344,7 +344,7 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
 
 
 def hint_for(key: str) -> str | None:
-    """Return a sentence with our name for `key` of another system; None if no system has it.
+    """Return a text with our name for `key` of another system; None if no system has it.
 
     A key is also found below a section ("algorithm.num_generations"), and verl's keys below
     "actor_rollout_ref".

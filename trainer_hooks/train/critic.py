@@ -1,4 +1,4 @@
-"""The critic of PPO, which estimates the value of a prefix. Used by learner.
+"""The critic of PPO, which estimates the value of a prefix. Used by `trainer_hooks.train.learner`.
 
 Shape letters: B rows, T positions, E hidden size.
 """
@@ -21,7 +21,7 @@ from trainer_hooks import (
 from trainer_hooks.losses.advantages import whitened
 from trainer_hooks.train.job import CriticSettings
 
-Columns = dict[str, torch.Tensor]  # [B, T] each, beside the columns of a batch
+Columns = dict[str, torch.Tensor]  # further [B, T] columns of a batch, by name
 
 
 class Critic(nn.Module):
@@ -36,7 +36,10 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return values [B, T]. Column t is the value of the prefix before token t."""
+        """Return values [B, T]. Column t is the value of the prefix before token t.
+
+        Column 0, which has no prefix, is equal to column 1.
+        """
         hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
         values_BT = self.head(hidden_BTE).squeeze(-1)
         return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
@@ -45,9 +48,9 @@ class Critic(nn.Module):
     def columns(
         self, batch: RolloutBatch, rewards_BT: torch.Tensor, update: UpdateSettings
     ) -> Columns:
-        """Return whitened advantages, and the old values and returns for the critic's own loss.
+        """Return `advantages_BT`, whitened, and the old values and returns for the critic's loss.
 
-        `rewards_BT`: the reward of each token.
+        `rewards_BT`: the reward of each token. `update`: gives the size of micro-batches.
         """
         old_values_BT = torch.zeros(batch.tokens_BT.shape)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):

@@ -1,6 +1,7 @@
 """A live dashboard of a run in the terminal; plain lines where there is no terminal.
 
-Used by main, and by training loops of one's own as the console of a MetricsLogger.
+Used by `trainer_hooks.train.main`, and by users' training loops, as the `console` of a
+MetricsLogger. `trainer_hooks.train.samples` sends it samples. It prints to a rich Console.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class Dashboard:
     It fits the terminal: panels shrink, and samples get the remaining lines.
     `show_engines` gives each engine a line; without it `engine/*` metrics give one line for all.
     Metrics `rollouts/*` that are not 0 are listed by name.
-    `line_interval`: steps between printed lines if the output is no terminal. `clock`: returns
-    seconds; it times a stage.
+    `num_steps`: steps of the run; None if the number is not known.
+    `line_interval`: steps between printed lines if the output is not a terminal.
+    `clock`: returns seconds, for the times of a stage and the engines' rates.
     """
 
     def __init__(
@@ -109,7 +111,10 @@ class Dashboard:
             self._plain.start_stage(title, num_steps, step_name)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics. A row without a count replaces an earlier count by 0."""
+        """Show one row of metrics beside the latest values of other metrics.
+
+        Histogram bins and counts `rollouts/*` that the row lacks are 0 if it has others of them.
+        """
         self._forget_replaced(metrics)
         self._latest.update(metrics)
         if self._progress is not None:  # the next batch is counted from here on
@@ -123,7 +128,7 @@ class Dashboard:
             self._plain.show(metrics)
 
     def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rewards of earlier rows, of a run that is resumed, to the curve."""
+        """Add the rewards of rows, such as those before a resume, to the curve."""
         for row in rows:
             reward = row.get("reward")
             if reward is not None and math.isfinite(reward):  # at least one rollout has a reward
@@ -132,8 +137,8 @@ class Dashboard:
                 self._held_out = row["eval/greedy_reward"]
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
-        """Drop earlier counts that the row replaces: a row lacks histogram bins and producer counts
-        that are 0.
+        """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
+        has any. A row lacks those that are 0.
         """
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
         groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
@@ -141,17 +146,16 @@ class Dashboard:
             del self._latest[name]
 
     def show_engines(self, engines: Mapping[str, EngineStats]) -> None:
-        """Show the state of each engine, by name, with its rate since the last calls."""
+        """Show the state of each engine, by name, with its tokens per second over recent calls."""
         self._engines, now_s = dict(engines), self._clock()
         for name, stats in engines.items():
             self._rates.add(name, stats, now_s)
         self._refresh()
 
     def show_progress(self, num_done: int, num_wanted: int, activity: str = "") -> None:
-        """Show the number of finished rollouts of the next batch, and the trainer's current
-        activity.
+        """Show how many rollouts of the next batch are finished, and what the trainer does now.
 
-        `activity`: a category of TimeAccount.
+        `activity`: a category of TimeAccount, or another text.
         """
         self._progress, self._activity = (num_done, num_wanted), ACTIVITIES.get(activity, activity)
         self._refresh()
@@ -182,10 +186,10 @@ class Dashboard:
     # ---- the picture
 
     def render(self, width: int, height: int | None = None) -> RenderableType:
-        """Return the dashboard, `width` columns wide and at most `height` lines high; None sets no
-        limit.
+        """Return the dashboard, `width` columns wide and at most `height` lines high.
 
-        In 80 columns and 23 lines everything but some samples is shown.
+        A `height` of None sets no limit. In 80 columns and 23 lines everything but some samples is
+        shown.
         """
         is_short = height is not None and height < _SHORT_LINES
         parts = [self._headline(width), self._top_row(width, 3 if is_short else 6)]
@@ -315,11 +319,11 @@ async def watch_step(
     account: TimeAccount | None = None,
     interval_s: float = 0.5,
 ) -> AsyncIterator[None]:
-    """Refresh the engines and the next batch's progress every `interval_s` during the block.
+    """Show the engines and the next batch's progress in `view` every `interval_s` of the block.
 
-    `account`: the trainer's time account, which names its current activity.
-    Without a terminal nothing is refreshed and engines are not asked. An error of the engines ends
-    the refreshing, not the run.
+    `account`: the trainer's time account, which names its current activity; None shows none.
+    Without a terminal nothing is shown and engines are not asked. An error of the engines ends the
+    refreshing, and the block continues.
     """
 
     async def look() -> None:
@@ -340,7 +344,7 @@ async def watch_step(
 
 
 async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
-    """Return the statistics of each engine of a fleet by rank, or of the trainer's own engine."""
+    """Return the statistics of each engine of a fleet by rank, or of a ThreadedLLM as "own"."""
     if not isinstance(llm, AsyncLLM):
         return {"own": await llm.stats()}
     results = await llm.client.engine_stats()

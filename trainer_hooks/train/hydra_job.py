@@ -1,6 +1,8 @@
 """Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
 
-Used by main (`run_hydra_job`), job (`checked_overrides`) and run_files (`wandb_names`).
+Used by `trainer_hooks.train.main` (`run_hydra_job`), `trainer_hooks.train.job`
+(`checked_overrides`) and `trainer_hooks.train.run_files` (`wandb_names`). It rewrites sys.argv and
+prints the config.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ def run_hydra_job(
 ) -> None:
     """Compose the config from the command line, print it, and call `job` with it as a `kind`.
 
-    `config_path`: the directory of the YAML files, as for hydra.main.
-    `shows_config`: whether to print a loaded config.
-    `--multirun` calls `job` once per combination. A ConfigError ends the process with its message,
-    and so do non-finite gradients and a reward function or environment that never succeeds; their
-    tracebacks are in the log.
+    `kind`: the dataclass of the whole config.
+    `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
+    `shows_config`: returns whether to print a loaded config.
+    `--multirun` calls `job` once per combination. A ConfigError, non-finite gradients, and a reward
+    function or environment that never succeeds raise SystemExit with their message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -73,7 +75,7 @@ def _is_override(argument: str) -> bool:
 
 
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:
-    """Return the name and group of the W&B run of `part` of this job, such as "seed_0".
+    """Return the name and the group of a W&B run. `part`: part of the job, such as "seed_0".
 
     The jobs of a `--multirun` share a group; each is named after its number and its overrides.
     """
@@ -85,7 +87,7 @@ def wandb_names(run_name: str, part: str) -> tuple[str, str]:
 
 
 def config_report(settings: Any) -> RenderableType:
-    """Return the loaded config as coloured YAML."""
+    """Return the loaded config as coloured YAML, for a rich Console."""
     yaml = OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
     return Syntax(yaml.rstrip(), "yaml", background_color="default")
 
@@ -93,12 +95,11 @@ def config_report(settings: Any) -> RenderableType:
 def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
     """Return `arguments` with every plain `key=value` checked against the fields of `kind`.
 
-    Hydra accepts only keys that a YAML file lists, so a field that no file lists becomes
-    `++key=value`. Where a group may be named by an import path, as in
-    reward=package.module:function, its dataclass returns the overrides that this stands for. `kind`
-    may list in `PRESETS` the config groups that only choose keys of others. These pass unchanged,
-    as do flags, `+`, `++` and `~` overrides, and Hydra's own keys. Raises ConfigError for an
-    unknown key, as `load_dataclass` does.
+    Hydra accepts only keys that a YAML file lists, so the keys of fields become `++key=value`. A
+    config group that is given by an import path, as in reward=package.module:function, becomes the
+    overrides that its dataclass returns from `overrides_of`. Other groups pass unchanged, as do the
+    groups in `kind.PRESETS`, flags, `+`, `++` and `~` overrides, and Hydra's own keys. Raises
+    ConfigError for an unknown key.
     """
     return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 

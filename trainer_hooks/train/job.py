@@ -1,6 +1,8 @@
 """JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/.
 
-Used by main and learner, and by programs that build on a job's settings (`compose_settings`).
+Used by `trainer_hooks.train.main`, `trainer_hooks.train.learner` and `trainer_hooks.train.critic`,
+and by programs that build on a job's settings (`compose_settings`), such as examples/train_trl.py
+and `benchmarks.trl_step`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class CriticSettings(Settings):
     """Settings of PPO's critic.
 
     `gamma`, `lam`: factors of generalised advantage estimation. `clip_range`: largest change of a
-    value in one update. `warmup_steps`: number of first steps that train the critic alone.
+    value in one update. `warmup_steps`: number of steps at the start that train the critic alone.
     """
 
     learning_rate: PositiveFloat
@@ -75,13 +77,13 @@ class AlgorithmSettings(Settings):
     """Sizes of a step, the computation of advantages from rewards, and the loss.
 
     `advantage_normalization`, `advantage_baseline`: None takes the defaults of the kind of loss.
-    `shuffle_rewards`: a control experiment: rewards are assigned at random, so nothing can be
-    learned.
+    `shuffle_rewards`: permute the rewards among rollouts, as a control experiment in which nothing
+    can be learned.
     `replay_routing`: a mixture-of-experts model trains with the experts that its engine used
     (docs/routing.md).
     `decoupled`: clip around the policy at the start of the step instead of the policy that sampled,
-    and weight by the ratio of the two. Costs one more forward pass where a token, or the KV that it
-    was sampled on, is of another version.
+    and weight by the ratio of the two. Costs one more forward pass for batches with a token that
+    was sampled by another version, or on KV of another version.
     `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`,
     `share_prefixes`: micro-batches, see UpdateSettings. `mask_truncated_completions`: do not
     train on rollouts cut by the length limit.
@@ -161,7 +163,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def update_settings(self) -> UpdateSettings:
-        """How a batch is split for the optimizer."""
+        """Settings of `update_policy` and of micro-batches, taken from these settings."""
         return UpdateSettings(
             num_iterations=self.num_iterations,
             num_minibatches=self.num_minibatches,
@@ -217,8 +219,9 @@ class TrainerSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings(Settings):
-    """An entry config of conf/: `seeds` runs with seeds `seed`, `seed` + 1, ..., one after another.
+    """All settings of a job, as an entry config of conf/ lists them.
 
+    `seed`, `seeds`: the job is `seeds` runs, one after another, with seeds from `seed` on.
     `run_name`: the job's directory under outputs/train.
     `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
     process. `launcher`: the class that starts engine processes, and its arguments.
@@ -303,9 +306,17 @@ class JobSettings(Settings):
     def pushes_at_start(self) -> bool:
         """Whether engines start from base weights and receive the policy by a push.
 
-        True where an adapter is trained, and where no process holds the whole policy.
+        True if an adapter is trained, and if the policy is divided among ranks.
         """
         return self.model.lora is not None or self.trainer.strategy == "fsdp2"
+
+    @property
+    def discards_weights(self) -> bool:
+        """Whether engines keep no copy of the weights whose memory they release for the trainer.
+
+        False where an adapter is trained: its pushes do not bring the base weights back.
+        """
+        return "weights" in self.weight_sync.release and self.model.lora is None
 
     @property
     def title(self) -> str:
@@ -319,7 +330,7 @@ class JobSettings(Settings):
 def compose_settings(
     overrides: Sequence[str] = (), config_name: str = "train", config_directory: Path | None = None
 ) -> JobSettings:
-    """Return the settings of `rollout train --config-name CONFIG_NAME OVERRIDES`.
+    """Compose the settings of `rollout train --config-name CONFIG_NAME OVERRIDES`.
 
         settings = compose_settings(["trainer.num_steps=3"], "demo")
 

@@ -1,8 +1,8 @@
-"""Learner: one training step on a batch of rollouts, with GRPO and its kin, REINFORCE++, or PPO
-with a critic.
+"""Learner: one training step on a batch of rollouts, by GRPO and its kin, REINFORCE++ or PPO.
 
-Used by main on rank 0; `follow` runs the same steps on the trainer's other ranks. Changes the
-policy, the optimizer and the critic.
+Used by `trainer_hooks.train.main`. Rank 0 calls a Learner, and `follow` runs the same steps on the
+trainer's other ranks. Changes the policy, the optimizer, its scheduler, the critic and the
+reference, and writes checkpoints.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt.
@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
+from rollout.backends.cpu.mapping import trim_heap
 from rollout.errors import ConfigError, WeightUpdateError
 from trainer_hooks import (
     ReferencePolicy,
@@ -50,15 +51,14 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 
 class Learner:
-    """Owns the policy, its optimizer and scheduler, and PPO's critic. Trains on batches and saves
-    checkpoints.
+    """Owns the policy, its optimizer and scheduler, and PPO's critic.
 
     Where `ranks` share the policy, each rank has a Learner of its part. A method that rank 0 calls
     first sends the other ranks its command, which they execute in `follow`.
     `policy`: a model of transformers, or a PEFT model whose adapter is trained.
     `reference`: the policy of the KL term; None without a KL term.
-    `advantages_B`: mean advantage over the tokens of each row of the last update.
-    `skipped_directory`: where `GuardedStep` saves the batches of skipped steps.
+    `advantages_B`: mean advantage over the trained tokens of each row of the last update.
+    `skipped_directory`: where `GuardedStep` saves the batches of skipped steps; None saves none.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Learner:
             self.critic = Critic(policy, algorithm.critic)
             rate = algorithm.critic.learning_rate
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
-        self.optimizer = torch.optim.AdamW(groups, betas=trainer.betas, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            groups, betas=trainer.betas, weight_decay=0.0, fused=True
+        )
         self.scheduler = scheduler_of(self.optimizer, trainer)
         self._guard = GuardedStep(
             self.optimizer, trainer.max_grad_norm, trainer.max_skipped_steps, ranks,
@@ -93,12 +95,12 @@ class Learner:
     def load(
         cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
     ) -> tuple[Learner, TrainerState]:
-        """Return the learner and trainer state of a checkpoint. Restores its random states.
+        """Return a learner with a checkpoint's states, and its TrainerState. Sets random states.
 
         All `ranks` read the checkpoint and keep their parts. The reference policy is read from
         reference/ beside the checkpoints, and from this checkpoint if it moves; an adapter's
-        reference is its base. Raises ConfigError if the checkpoint's run had another model, no
-        reference policy or another optimizer.
+        reference is its base. Raises ConfigError if the checkpoint's run had another model
+        shape, no reference policy or another optimizer.
         """
         ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
@@ -131,9 +133,7 @@ class Learner:
         return learner, load_checkpoint(checkpoint, optimizer, learner.scheduler)
 
     def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
-        """Write a checkpoint of the whole policy under `root` and return its path; see
-        `save_checkpoint`.
-        """
+        """Write a checkpoint of the whole policy under `root`. Returns its directory."""
         self._ranks.broadcast(("save",))
         return save_checkpoint(
             root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
@@ -146,7 +146,10 @@ class Learner:
         WholeOptimizer(self.optimizer).state_dict()
 
     async def push(self, weight_sync: WeightSync, version: int) -> None:
-        """Send the policy to the engines as `version`. Raises WeightUpdateError."""
+        """Push the policy to the engines as `version`. Raises WeightUpdateError.
+
+        Transient errors are retried after the pauses of `weight_sync`.
+        """
         for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.broadcast(("push",))
             try:
@@ -167,7 +170,8 @@ class Learner:
     def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Train in minibatches on the rollouts that have a gradient. Returns `train/*` metrics.
 
-        The rollouts of `batch` are ordered by group. `step` counts from 1. Changes `advantages_B`.
+        The rollouts of `batch` are ordered by group. `step` counts from 1. Also sets `advantages_B`
+        and lets the reference follow, if it moves.
         """
         self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
@@ -192,8 +196,9 @@ class Learner:
             for part in parts
         ]
         policy_group["lr"] = rates[0]
+        self.optimizer.zero_grad()
+        trim_heap()  # the gradients' memory is free while engines generate
         if not any(reports):  # no gradient; the scheduler still expects an optimizer step
-            self.optimizer.zero_grad()
             self.optimizer.step()
         self.scheduler.step()
         if self.reference is not None:
@@ -223,9 +228,7 @@ class Learner:
     # ---- advantages
 
     def _columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
-        """Return the advantages and other columns of tokens, and which rollouts have a gradient,
-        bool [R].
-        """
+        """Return `advantages_BT` and other columns, and bool [R], True for rollouts to train on."""
         algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
         if algorithm.reward_kl_coefficient > 0.0:
             columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
@@ -244,11 +247,9 @@ class Learner:
         return columns, ~rewards_R.isnan()
 
     def _rewards(self, batch: RolloutBatch) -> torch.Tensor:
-        """Return the batch's rewards; with `shuffle_rewards`, permuted among rollouts that did not
-        fail.
-        """
+        """Return the rewards [R]. With `shuffle_rewards`, those that are not NaN are permuted."""
         rewards_R = batch.rewards_R
-        if self._algorithm.shuffle_rewards:  # among the rollouts that did not fail
+        if self._algorithm.shuffle_rewards:
             valid = (~rewards_R.isnan()).nonzero().flatten()
             rewards_R = rewards_R.clone()
             rewards_R[valid] = rewards_R[valid[torch.randperm(len(valid))]]
@@ -257,11 +258,9 @@ class Learner:
     def _token_rewards(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> torch.Tensor:
-        """Return rewards [B, T]: each rollout's reward on its last token, less the KL penalty of
-        every token.
-        """
+        """Return rewards [B, T]: a rollout's on its last token, less every token's KL penalty."""
         logprobs_BT = batch.behaviour_logprobs_BT
-        # Without a reference there is no penalty, and any log-probs do.
+        # Without a reference the coefficient is 0, and the reference's log-probs have no effect.
         reference_BT = columns.get("reference_logprobs_BT", logprobs_BT)
         rewards_B = replace(batch, rewards_R=rewards_R).rewards_B
         return token_rewards(
@@ -272,8 +271,8 @@ class Learner:
     def _group_columns(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> tuple[Columns, torch.Tensor]:
-        """Return advantages within each group, and the rollouts of groups whose rewards differ,
-        bool [R].
+        """Return `columns` with advantages within each group, and bool [R], True for the rollouts
+        of groups whose rewards differ.
         """
         algorithm = self._algorithm
         if algorithm.reward_kl_coefficient > 0.0:
@@ -295,7 +294,8 @@ class Learner:
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
         """Return the log-probs that all steps of an update share, by their names in `policy_loss`.
 
-        Proximal log-probs are left out where they would equal the engine's.
+        Proximal log-probs are left out unless `decoupled` is set, and where they would equal the
+        engine's. Reference log-probs are left out without a KL term in the loss.
         """
         algorithm, columns = self._algorithm, Columns()
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
@@ -313,6 +313,7 @@ class Learner:
         return self.reference.logprobs(batch, self._settings, self._ranks)
 
     def _minibatch_step(self, batch: RolloutBatch, columns: Columns) -> dict[str, float]:
+        """Take one optimizer step. Returns its metrics, {} if non-finite gradients skipped it."""
         self.optimizer.zero_grad()
         own = {k: v for k, v in columns.items() if k not in ("old_values_BT", "returns_BT")}
         metrics = accumulate_gradients(
@@ -327,11 +328,11 @@ class Learner:
 
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
-    """Execute rank 0's commands on this rank's part of the policy, until rank 0 ends.
+    """Execute rank 0's commands on this rank's part of the policy, until rank 0 sends None.
 
-    Ignores SIGINT and SIGTERM: rank 0 stops between two steps.
+    Ignores SIGINT and SIGTERM from now on, since rank 0 stops between two steps.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 saves between two steps
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
@@ -348,12 +349,16 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
 
 
 def base_weights(directory: Path, model: ModelSettings) -> Path | str:
-    """Return the weights below a run's adapter: the run's base/ if it exists, else model.path."""
+    """Return the path of the weights from which a run's engines and adapter start.
+
+    It is base/ in the run's `directory` if that exists or the model has no path, else model.path.
+    """
     own = directory / "base"
     return own if own.exists() or model.path is None else model.path
 
 
 def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
+    """Load the reference policy from `path`. Raises ConfigError if there is none."""
     algorithm = settings.algorithm
     if not path.exists():
         coefficients = algorithm.loss.kl_coefficient, algorithm.reward_kl_coefficient
@@ -370,10 +375,10 @@ def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
-    """Return the scheduler that the settings name, else linear warm-up and decay of the policy's
-    rate.
+    """Return the scheduler that the settings name, else linear warm-up and decay.
 
-    Raises ConfigError for a path that names none, and for options that it does not accept.
+    The latter changes the policy's rate alone; the critic's stays.
+    Raises ConfigError for a path that names nothing, and for options that it does not accept.
     """
     if (own := settings.scheduler) is not None:
         return make_object(own.path, own.options, "trainer.scheduler", optimizer)
@@ -382,7 +387,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) ->
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:
-    """Return the rate of `step`, from 1: a linear rise over `warmup_steps`, then linear decay."""
+    """Return the rate of `step`, counted from 1, by linear warm-up and then linear decay."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)

@@ -11,11 +11,14 @@
 
 Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
 step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
-completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, reference/ if
-there is a KL term, base/ (the weights below a LoRA adapter), and skipped/ (batches of steps with
-non-finite gradients). A run that starts over renames the previous run's directory to
+completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, weights_version
+(the highest used), reference/ if there is a KL term, base/ (with a LoRA adapter or trainer=fsdp2,
+the weights from which engines start), and skipped/ (batches of steps with non-finite gradients). A
+run that starts over renames the previous run's directory to
 seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
 refused.
+
+Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
 """
 
 from __future__ import annotations
@@ -84,9 +87,9 @@ WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward
 
 
 def run_job(settings: JobSettings) -> None:
-    """Run the job's seeds on rank 0; other ranks follow as parts of the trainer or run engines.
+    """Run the job's seeds on rank 0. On other ranks, train a part of the policy or run an engine.
 
-    Raises ConfigError if torchrun started ranks for which the settings have no use.
+    Raises ConfigError if torchrun started several ranks and the settings use only one.
     """
     disable_progress_bar()
     if settings.trainer.strategy == "fsdp2":
@@ -111,9 +114,9 @@ def run_job(settings: JobSettings) -> None:
 
 
 def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
-    """Run each seed in turn and print a summary table of every run and of all runs.
+    """Run each seed in turn and print a summary table of each run, and of all runs if several.
 
-    Ctrl-C ends the process with status 130.
+    Ctrl-C ends the process with status INTERRUPTED_EXIT_CODE.
     """
     console = Console(quiet=not settings.logger.console)
     directory = Path(HydraConfig.get().runtime.output_dir)
@@ -140,10 +143,10 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
 def run_seed(
     directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
 ) -> dict[str, float]:
-    """Run one seed in `directory`: warm-up, training, greedy evaluation before and after. Returns
-    its summary.
+    """Run one seed in `directory`: warm-up, and training between two evaluations. Returns its
+    summary.
 
-    Writes report.html, also after a failure, and summary.json. Raises ConfigError if another job
+    Writes summary.json, and report.html also after a failure. Raises ConfigError if another job
     runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
     once training has begun.
     """
@@ -161,7 +164,7 @@ def run_seed(
 
 
 class Run:
-    """One run of the job: its directory, settings, seed, data and the parts that it starts."""
+    """One run of the job: its directory, settings, seed and data, and how to start its parts."""
 
     def __init__(
         self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
@@ -181,16 +184,15 @@ class Run:
         torch.manual_seed(seed)
 
     async def run(self) -> None:
-        """Call `train`, then close the reward function and the environments."""
+        """Train, then close the reward function and the environments."""
         with self.task.reward or nullcontext():
             async with self.task.rollout_fn or nullcontext():
                 await self.train()
 
     async def train(self) -> None:
-        """Begin the run or find its newest checkpoint, and train to the last step.
+        """Train to the last step, from the newest checkpoint if the settings ask to resume.
 
-        Unless the run resumes, an earlier run's directory is renamed and a first checkpoint is
-        written.
+        Otherwise renames an earlier run's directory and begins a new run.
         """
         settings, view = self.settings, Dashboard(self.console)
         restore_checkpoints(self.checkpoints)
@@ -217,8 +219,8 @@ class Run:
     ) -> None:
         """Load `checkpoint`, start engines and producer, train to the last step and evaluate.
 
-        Writes a row to metrics.jsonl and batches.jsonl and samples to completions.jsonl after each
-        step.
+        After each step, writes a row to metrics.jsonl and to batches.jsonl, and samples to
+        completions.jsonl.
         """
         settings = self.settings
         # Loads step 0 too: its random states let a resumed run repeat its first steps exactly.
@@ -265,10 +267,12 @@ class Run:
     async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
         """Return `eval/*` metrics of the weights after `step` on held-out prompts.
 
-        Writes some greedy answers to answers.jsonl.
+        Writes NUM_ANSWERS greedy answers to answers.jsonl.
         """
         sync = self.settings.weight_sync
-        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=sync.release)
+        # The weights are kept: the next batch needs them, and no push comes before it.
+        release = [name for name in sync.release if name != "weights"]
+        phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=release)
         async with nullcontext() if sync.mode == "in_flight" else phase:
             reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
             answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
@@ -279,8 +283,7 @@ class Run:
     async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
         """Create the policy, warm it up if the settings say so, and write the checkpoint of step 0.
 
-        Returns the checkpoint's path. Also writes base/ and reference/ where the algorithm needs
-        them.
+        Returns the checkpoint's path. Also writes base/ and reference/ if the run needs them.
         """
         settings = self.settings
         policy: Any = self.task.new_policy()
@@ -292,7 +295,7 @@ class Run:
         if (lora := settings.model.lora) is not None:
             policy = new_adapter(base_weights(self.directory, settings.model), lora)
         elif algorithm.needs_reference:
-            # Kept apart from checkpoints, of which the oldest are deleted: a resumed run needs it.
+            # A resumed run needs it, and old checkpoints are deleted, so it is not in a checkpoint.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
         learner = Learner(policy, algorithm, settings.trainer, reference)
@@ -303,8 +306,9 @@ class Run:
     async def warm_up(
         self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
     ) -> None:
-        """Train `policy` on the warm-up's answers and log each step. Raises KeyboardInterrupt on
-        `stop`.
+        """Train `policy` on the warm-up's answers and log each step.
+
+        Raises KeyboardInterrupt after the step in which `stop` was set.
         """
         settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
         with logger.shown_by(view):
@@ -343,7 +347,7 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """Start the engines that the settings ask for. `policy` is a model or its directory."""
+        """Start the engines that the settings ask for. `policy`: a model or its directory."""
         tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
@@ -362,9 +366,7 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """Return the producer of training batches; its prompts continue where the checkpoint left
-        them.
-        """
+        """Return the producer of training batches. Its prompts continue as `state` says."""
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -403,7 +405,8 @@ class Training:
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
         suspended while the trainer trains, and unfinished rollouts continue under the new weights.
-        Saves every `checkpoint_interval` steps. On `stop` it saves and raises KeyboardInterrupt.
+        Saves every `checkpoint_interval` steps and after the last one. On `stop` it saves and
+        raises KeyboardInterrupt.
         """
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
@@ -441,15 +444,19 @@ class Training:
                     self.save(step)
 
     async def next_batch(self) -> TrainingBatch:
-        """Return the next batch. Unless weights are synchronised in flight, engines run only during
-        this call.
+        """Return the producer's next batch.
+
+        Unless weights are synchronised in flight, engines run only in this call and in evaluations.
         """
-        sync = self.run.settings.weight_sync
-        if sync.mode == "in_flight":
+        settings = self.run.settings
+        if settings.weight_sync.mode == "in_flight":
             with self.account.spend("wait"):
                 return await anext(self.producer)
+        release, discards = settings.weight_sync.release, settings.discards_weights
         with self.account.spend("generate"):
-            async with generation_phase(self.llm, release=sync.release) as phase:
+            async with generation_phase(
+                self.llm, release=release, discard_weights=discards
+            ) as phase:
                 batch = await anext(self.producer)
         self.account.reassign_phase(phase.timings())
         return batch
@@ -467,7 +474,7 @@ class Training:
         return trained
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of policy, optimizer and the producer's prompts after `step`."""
+        """Write a checkpoint of the learner and the producer's prompts after `step`."""
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
@@ -485,7 +492,7 @@ def main() -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Replaces sys.argv."""
+    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Sets sys.argv."""
     sys.argv = ["rollout train", *words]
     main()
     return 0

@@ -1,8 +1,8 @@
 """The demo's prompts, which ask for a palindrome of given letters, and its tokenizer.
 
-The prompts come from reasoning-gym, whose verifier scores the answers. Used through the configs:
-conf/data/palindrome.yaml names `prompts`, conf/model/tiny.yaml names `letter_tokenizer`. Nothing is
-written.
+The prompts come from reasoning-gym, whose verifier scores the answers. Used by
+`trainer_hooks.train.task` through configs: conf/data/palindrome.yaml names `prompts`,
+conf/model/tiny.yaml names `letter_tokenizer`. Nothing is written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer_hooks import PromptItem
 from trainer_hooks.prompts.sources import ReasoningGymPrompts
 
-# Items for each seed: far more than a run needs, so that runs of two seeds share no item.
+# Number of items of a seed. It is far more than a run reads, so runs of two seeds share no item.
 ITEMS_PER_SEED = 1_000_000
 MAX_SEEDS = 1_000
 NUM_PROMPTS = 50_000  # for training, and as many for the warm-up
@@ -27,8 +27,9 @@ SEPARATOR = ", "
 def prompts(
     part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
 ) -> Sequence[PromptItem] | TrainingPrompts:
-    """Return the prompts for `part` (held_out, train or warmup) of the run with `seed`.
+    """Return the prompts of a part of the run with `seed`.
 
+    `part`: "held_out", "train" or "warmup".
     reasoning-gym draws item i of a dataset with seed s from seed s + i, so datasets with nearby
     seeds share items. Therefore all runs share one dataset, and each part of each run gets its own
     range of indices. The first items are held out for evaluation; training and warm-up never get
@@ -51,7 +52,7 @@ def prompts(
 class TrainingPrompts:
     """A sequence of NUM_PROMPTS prompts, each created when it is read.
 
-    An item with the letters of a held-out item is replaced by a spare item after the sequence.
+    An item with the letters of a held-out item is replaced by the item NUM_PROMPTS further on.
     """
 
     def __init__(self, items: ReasoningGymPrompts, start: int, held_out: set[str]) -> None:
@@ -76,7 +77,7 @@ def letters_of(item: PromptItem) -> list[str]:
 
 
 def sorted_letters(item: PromptItem) -> str:
-    """Return the item's letters in alphabetical order: equal for items with the same letters."""
+    """Return the item's letters in alphabetical order, to compare the letters of items."""
     return "".join(sorted(letters_of(item)))
 
 

@@ -1,6 +1,6 @@
 """Opens the prompt sources that a job's settings name, and holds prompts out for evaluation.
 
-Used by task. Reads files and writes nothing.
+Used by `trainer_hooks.train.task`. Reads files, logs, and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ logger = logging.getLogger(__name__)
 def open_source(
     source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
 ) -> PromptRows:
-    """Return the rows of one source.
+    """Return the rows of one source, of any kind but "environment".
 
-    `part` and `seed` are passed to the function of a source of kind "python". Raises ConfigError if
-    a source that takes one path has several.
+    `chat`: format of the prompts; None leaves them as they are.
+    `part`, `seed`: arguments of the function of a source of kind "python".
+    Raises ConfigError if a source that takes one path has several, and for missing files.
     """
     path, column, options = source.path, source.prompt_column, dict(source.options)
     assert path is not None, "the settings check it"
@@ -56,8 +57,8 @@ def open_source(
 class SplitPrompts:
     """Prompts for training, and held-out prompts for evaluation.
 
-    `held_out_keys`: hashes of prompts that must not be trained on. Those of `held_out` if they were
-    taken out of the sources; empty if they come from `data.held_out_path`.
+    `held_out_keys`: hashes (`key_of`) of prompts that must not be trained on, which are those taken
+    out of the sources. Empty if the held-out prompts come from `data.held_out_path`.
     """
 
     train: PromptRows
@@ -69,8 +70,9 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the rest.
 
     Sources are split before they are mixed, because a mixture repeats the rows of small sources.
-    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of a
-    source's distinct prompts is held out. Raises ConfigError if a source has no row left.
+    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of the
+    distinct prompts, of all and of each source, is held out. Raises ConfigError if a source has no
+    row left.
     """
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
@@ -102,14 +104,14 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the mixture of all sources. Rows of `data.sources` carry the name of their source."""
+    """Return the mixture of `data.sources`, with their names in the rows, or the only source."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
 
 
 def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> PromptRows:
-    """Return the rows of a source whose prompts are not among `keys`.
+    """Return the rows of a source whose prompts have none of these keys.
 
     `name`: name of the source, for messages. Raises ConfigError if no row is left.
     """
@@ -125,8 +127,7 @@ def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> Pro
 
 
 def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
-    """Return the indices, in each source, of the rows whose prompt is in no earlier row of any
-    source."""
+    """Return, by source, the indices of rows whose prompt no earlier row of any source has."""
     seen: set[int] = set()
     found: dict[str, list[int]] = {}
     for name, source in sources.items():
@@ -141,10 +142,10 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return `rows`, the rows of `data.held_out_path`, as prompts: the first `data.num_held_out`.
+    """Return the first `data.num_held_out` good rows, or all good rows if it is 0, as prompts.
 
-    Logs a warning if some of them are also in `train`. Raises ConfigError for bad rows, unless
-    `data.on_bad_row` is "skip".
+    `rows`: those of `data.held_out_path`. Logs a warning if some are also in `train`.
+    Raises ConfigError for bad rows, unless `data.on_bad_row` is "skip".
     """
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))

@@ -1,7 +1,7 @@
 """A run as one HTML page: curves, staleness, time, and samples coloured by version.
 
-main writes it when a run ends; for a run in progress: python -m trainer_hooks.train.report
-outputs/train/demo/seed_0
+`trainer_hooks.train.main` writes the page when a run ends. For a run in progress, people run
+python -m trainer_hooks.train.report outputs/train/demo/seed_0
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, sta
 T = TypeVar("T")
 
 REPORT_NAME = "report.html"
-# Title -> metrics of one chart, in the order of the page; a chart without values is left out.
+# Metrics of each chart by its title, in the order of the page. Charts without values are left out.
 CURVES = {
     "reward": ("reward", "eval/greedy_reward"),
     "reward within a group, deviation": ("reward_std",),
@@ -105,8 +105,9 @@ sup { font-size: .7em; margin-right: 2px; user-select: none; }
 def write_report(directory: Path | str, title: str | None = None) -> Path:
     """Write report.html from a run's metrics.jsonl and completions.jsonl. Returns its path.
 
-    Works on runs that are in progress or were killed. Raises ConfigError for a directory without
-    metrics.
+    The run may be in progress, or may have been killed.
+    `title`: heading of the page; None takes the directory. Raises ConfigError for a directory
+    without metrics.jsonl.
     """
     directory = Path(directory)
     if not (directory / "metrics.jsonl").exists():
@@ -119,9 +120,7 @@ def write_report(directory: Path | str, title: str | None = None) -> Path:
 
 
 def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
-    """Return the samples of the steps that the page shows; all samples of a long run would take
-    gigabytes.
-    """
+    """Return the samples of the steps that the page shows. All samples may take gigabytes."""
     parts = [part for part in (rotated_path(path), path) if part.exists()]
     steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
     shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
@@ -131,7 +130,7 @@ def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
 def report_page(
     rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
 ) -> str:
-    """Return the page as text. `rows`: of metrics.jsonl; `samples`: of completions.jsonl.
+    """Return the page as text. `rows`: from metrics.jsonl. `samples`: from completions.jsonl.
 
     The page needs no other file and no network, and is well-formed XML.
     """
@@ -227,7 +226,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return the series under short names, without counts that are 0 throughout."""
+    """Return the series under short names, without counts that are always 0."""
     short = {}
     for name, points in series.items():
         prefix, _, own = name.partition("/")
@@ -295,8 +294,9 @@ def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the share of each part of a step's time, the largest first; parts always below 1% are
-    left out.
+    """Return the shares of each step's time by category, the category with the largest sum first.
+
+    Categories that are always below 1% are left out.
     """
     names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
     shares = {
@@ -310,8 +310,9 @@ def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def samples_section(samples: Sequence[Sample]) -> str:
-    """Return the HTML of samples from steps spread over the run; "" without samples. The last step
-    is open.
+    """Return the HTML of samples from STEPS_WITH_SAMPLES steps spread over the run.
+
+    The last step is unfolded. Returns "" without samples.
     """
     by_step: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -329,10 +330,10 @@ def samples_section(samples: Sequence[Sample]) -> str:
 
 
 def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return `count` samples of a step from evenly spread groups: in turn the best, the worst, and
-    the middle one.
+    """Return samples of a step, one of each of `count` evenly spread groups.
 
-    A failed sample counts as the worst of its group.
+    They are in turn the best, the worst and the middle one of their group. A failed sample counts
+    as the worst of its group.
     """
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -349,7 +350,7 @@ def _reward(sample: Sample) -> float:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` evenly spread items, with the first and the last among them."""
+    """Return `count` (2 or more) of `items`, evenly spread from the first to the last, or all."""
     if len(items) <= count:
         return list(items)
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
@@ -391,9 +392,7 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """Return the completion's HTML: a span per run of a version, named if the completion has
-    several versions.
-    """
+    """Return the completion's HTML: a span per run of a version, labelled if there are several."""
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)

@@ -1,6 +1,7 @@
 """The files of one run: its metrics logger, its directory and lock, and a clean stop on Ctrl-C.
 
-Used by main.
+Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files, opens
+metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -33,12 +34,10 @@ _log = logging.getLogger(__name__)
 def open_logger(
     directory: Path, settings: Any, view: MetricsView, resume_step: int | None = None
 ) -> MetricsLogger:
-    """Return the logger of the run in `directory`: metrics.jsonl, `view` and, if the settings ask,
-    a W&B run.
+    """Return a logger to metrics.jsonl in `directory`, to `view` and, if the settings ask, to W&B.
 
-    `settings`: the job's dataclass, which W&B shows as the run's config; its `logger` holds
-    LoggerSettings, its `run_name` names the run. `resume_step`: the step that a resumed run
-    continues from; None starts metrics.jsonl anew.
+    `settings`: the job's JobSettings, which W&B shows as the run's config.
+    `resume_step`: step from which a resumed run continues; None starts metrics.jsonl anew.
     """
     wandb_run, wanted = None, settings.logger
     if wanted.wandb != "off":
@@ -61,8 +60,9 @@ def open_logger(
 
 
 def begin_directory(directory: Path) -> Path | None:
-    """Create an empty `directory`. Returns the new path of an earlier run's directory, which is
-    renamed.
+    """Create an empty `directory`, and rename an earlier run's directory of that name.
+
+    Returns the new path of the earlier run's directory; None if there was none.
     """
     previous = set_aside(directory)
     directory.mkdir(parents=True)
@@ -74,10 +74,10 @@ def locked_run(directory: Path) -> Iterator[None]:
     """Hold the lock on a run's directory during the block.
 
     Raises ConfigError, naming the process, if another job holds it. The lock is an flock on
-    .<name>.lock beside the directory, which itself may be renamed. The kernel releases it when the
-    process ends, also after kill -9. It works between hosts if the file system carries flock
-    between them: Linux NFS does, Lustre with the mount option flock. On a file system without locks
-    a warning is logged and two jobs are not kept apart.
+    .<name>.lock beside the directory, because the directory itself may be renamed. The kernel
+    releases it when the process ends, also after kill -9. It works between hosts if the file system
+    has flock between them: Linux NFS does, Lustre with the mount option flock. On a file system
+    without locks a warning is logged and two jobs are not kept apart.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.with_name(f".{directory.name}.lock")
@@ -103,9 +103,9 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C or SIGTERM sets. A second signal acts as before the
-    block.
+    """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
 
+    A second signal of the same kind acts as it did before the block.
     A training step that is interrupted halfway would leave weights that belong to no step.
     """
     requested = threading.Event()

@@ -1,8 +1,8 @@
-"""Samples of what the policy wrote, with rewards, advantages and versions: written, chosen and
-shown.
+"""Samples of what the policy wrote, with rewards, advantages and versions.
 
-SampleLog, used by main, writes completions.jsonl. The text functions are used by dashboard and
-report.
+SampleLog, used by `trainer_hooks.train.main`, writes completions.jsonl, and sends some samples to
+the dashboard and to W&B. `trainer_hooks.train.dashboard` and `trainer_hooks.train.report` show
+samples by the functions for text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class ShowsSamples(Protocol):
 class SampleLog:
     """Writes samples of every step to completions.jsonl. A context manager.
 
-    Every `sample_interval` steps it also sends some samples to a view and, as a table, to W&B.
+    After step 1 and every `sample_interval` steps it also sends some samples to `view` and, as a
+    table of `logger`, to W&B. An error of the view is logged once.
     `tokenizer`: one of transformers. `resume_step`: as for MetricsLogger.
     """
 
@@ -77,7 +78,7 @@ class SampleLog:
         )
 
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
-        """Record samples of the `batch` trained on in `step`, with their advantages."""
+        """Write samples of the `batch` of `step`. `advantages_B`: one per row of its rollouts."""
         settings = self._settings
         rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}
@@ -146,9 +147,7 @@ def sample_of(
 def _texts(
     rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
 ) -> tuple[str, list[list[Any]]]:
-    """Return the text before `start`, and [version, text] of each run of tokens of one version
-    after it.
-    """
+    """Return the text before `start`, and after it [version, text] of each run of one version."""
     end = int(rollouts.lengths_B[row])
     tokens_T = rollouts.tokens_BT[row, :end].tolist()
     versions_T = (rollouts.train_version - rollouts.policy_lag_BT[row, :end]).tolist()
@@ -189,10 +188,10 @@ def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) ->
 
 
 def chosen_rows(rewards_R: torch.Tensor, group_size: int, count: int) -> list[int]:
-    """Return `count` rollouts of evenly spread groups: in turn the best of its group, the worst,
-    and the middle one.
+    """Return the indices of rollouts, one of each of `count` evenly spread groups.
 
-    Failed rollouts are left out.
+    They are in turn the best, the worst and the middle one of their group, without failed ones. A
+    group whose rollouts all failed is left out.
     """
     rewards_PG = rewards_R.view(-1, group_size)
     num_groups = len(rewards_PG)
@@ -220,9 +219,7 @@ def best_worst_or_middle(ordered: Sequence[T], turn: int) -> T:
 
 
 def visible(text: str) -> str:
-    """Return `text` with control characters, except line ends and tabs, replaced by visible
-    symbols.
-    """
+    """Return `text` with symbols in place of control characters other than line ends and tabs."""
     return text.translate(_VISIBLE)
 
 
@@ -265,7 +262,7 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class FittedSamples:
-    """As many of the samples as fit into `num_lines` lines of a terminal.
+    """A rich renderable of as many of the samples as fit into `num_lines` lines of a terminal.
 
     Each sample gets a line of figures, one with the end of its prompt if it has three lines or
     more, and the rest for its text, whose middle is left out. Text that no version sampled, such as
@@ -294,7 +291,7 @@ class FittedSamples:
 
 
 def figures_of(sample: Sample, versions: str) -> list[str]:
-    """Return the advantage, `versions`, the lag and the length; missing figures are left out."""
+    """Return the advantage, `versions`, the lag and the length as texts, without missing ones."""
     advantage, lag = sample["advantage"], sample["mean_lag"]
     figures = [
         "" if advantage is None else f"advantage {advantage:+.3f}",

@@ -1,7 +1,8 @@
 """Settings of a job: one frozen dataclass per config group of conf/.
 
 Creating one with values that cannot work together raises ConfigError, which names them.
-`job.JobSettings` holds them all; the other modules of trainer_hooks.train read them.
+`trainer_hooks.train.job` joins them in JobSettings. `trainer_hooks.train.task`,
+`trainer_hooks.train.main` and the other modules of `trainer_hooks.train` read them.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class Settings:
 class LoraSettings(Settings):
     """A PEFT LoRA adapter, which is trained while the policy's own weights stay as they are.
 
-    `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A); with
-    `use_rslora` the scale is alpha / sqrt(rank). `target_modules`: suffixes of the adapted layers'
-    names; "all-linear" adapts all linear layers except the head. Source: LoRA, Hu et al. 2021,
-    arXiv 2106.09685.
+    `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A).
+    `use_rslora`: True makes the scale alpha / sqrt(rank). `target_modules`: suffixes of the adapted
+    layers' names; "all-linear" adapts all linear layers except the head.
+    Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
     """
 
     rank: PositiveInt
@@ -63,13 +64,13 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """The policy: a Hugging Face checkpoint, or a model with random weights.
 
-    `path`: directory of the checkpoint, with config.json, weights and tokenizer.
+    `path`: directory of the checkpoint, with config.json, weights and tokenizer, or "smollm2".
     `tokenizer`: another directory, or "package.module:function" that returns a tokenizer; None uses
     `path`.
-    A random model needs `tokenizer` and a shape: the fields between `tokenizer` and `lora`, which
-    are arguments of transformers' Qwen3Config. `initializer_range` may be None, for the config's
-    default. `num_experts`, `num_experts_per_tok` and `moe_intermediate_size` are set together, for
-    a Qwen3MoeConfig, or not at all. The embeddings of a random model are tied.
+    A random model needs `tokenizer` and a shape. The shape is the fields between `tokenizer` and
+    `lora`, which are arguments of transformers' Qwen3Config. `initializer_range` may be None, for
+    the config's default. `num_experts`, `num_experts_per_tok` and `moe_intermediate_size` are set
+    together, for a Qwen3MoeConfig, or not at all. The embeddings of a random model are tied.
     `lora`: adapter to train in place of all weights; None trains the weights.
     """
 
@@ -105,9 +106,7 @@ class ModelSettings(Settings):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Fields of a random model that its config takes, by name; all values are None if `path`
-        is set.
-        """
+        """Arguments of a random model's config, by name; all values are None if `path` is set."""
         names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
         has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
         optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
@@ -119,12 +118,14 @@ class ModelSettings(Settings):
 class SourceSettings(Settings):
     """One source of prompts.
 
-    `kind` and `path`: `jsonl` and `parquet` files; the directory of a `datasets` dataset; the name
-    of a `reasoning_gym` dataset; for `python` the "package.module:function" that returns rows,
-    called as function(part, seed, **options) with part "train", "warmup" or "held_out"; for
-    `environment` the name of an environment that brings its own prompts.
+    `path`: by `kind`, the files of `jsonl` and `parquet`, the directory of a `datasets` dataset,
+    the name of a `reasoning_gym` dataset, or for `python` the "package.module:function" that
+    returns rows. The function is called as function(part, seed, **options) with part "train",
+    "warmup" or "held_out". Kind `environment` takes the prompts of the job's environment, and its
+    `path` is only a name.
+    `prompt_column`: column of a file or dataset that holds the prompt.
     `options`: arguments of the reasoning-gym dataset (size, seed and its own) or of the function,
-    or the `split` of a dataset. `weight`: relative frequency of this source's rows in the mixture.
+    or the `split` of a dataset. `weight`: relative frequency of this source's rows in a mixture.
     """
 
     kind: (
@@ -142,13 +143,14 @@ class DataSettings(SourceSettings):
 
     `chat`: whether the tokenizer's chat template formats prompts (plain text becomes a user
     message); None uses the template if the tokenizer has one. `system_prompt`: added to messages
-    without one. `examples`: answers by what a user says, as turns before each prompt.
-    `template_options`: more arguments of the template, such as enable_thinking.
-    `held_out_path`: prompts of the same kind for evaluation. Without it, `num_held_out` prompts (at
-    most a tenth of all) are kept for evaluation: they, and all rows that repeat them, are taken out
-    of each source before mixing.
-    `on_bad_row`: what the start of the job does about rows that no engine could answer: `refuse`
-    raises an error, `skip` leaves them out. `title`: name of the data in tables and plots.
+    without one. `examples`: example answers by the user's text, which become turns before each
+    prompt. `template_options`: more arguments of the template, such as enable_thinking.
+    `held_out_path`: prompts of the same kind for evaluation. The first `num_held_out` of them are
+    used, or all if that is 0. Without a path, `num_held_out` prompts (at most a tenth of all) are
+    kept for evaluation. They, and all rows that repeat them, are taken out of each source before
+    mixing.
+    `on_bad_row`: what to do at the start about rows that no engine could answer. `refuse` raises an
+    error, `skip` leaves them out. `title`: name of the data in tables and plots.
     """
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
@@ -174,7 +176,7 @@ class DataSettings(SourceSettings):
 
     @property
     def shown_title(self) -> str:
-        """The name of the data in tables and plots."""
+        """Name of the data in tables and plots: `title`, else the path or the sources' names."""
         path = self.path or ", ".join(self.sources)
         return self.title or (path if isinstance(path, str) else path[0])
 
@@ -186,13 +188,13 @@ class DataSettings(SourceSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings(Settings):
-    """The environment that the model acts in; none if `path` is None.
+    """The environment that the model acts in. Without a `path` there is none.
 
     `path`: "package.module:name" of an Environment's class or factory, called with `options`; or of
     an AgentRollouts class, whose `load` is called with them. `max_turns`, `step_timeout_s`,
-    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: limit on the tokens of a prompt and
-    its turn; None takes engine.max_sequence_length. `max_environments`: instances in use at a time.
-    An AgentRollouts has only the limit `rollout_timeout_s`; setting another one raises ConfigError.
+    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: limit on the tokens of a turn with
+    its prompt; None takes engine.max_sequence_length. `max_environments`: number of instances in
+    use at a time. An AgentRollouts has only the limit `rollout_timeout_s`; Task refuses others.
     """
 
     path: Name | None = None
@@ -209,9 +211,7 @@ class EnvironmentSettings(Settings):
         return ["environment=python", f"++environment.path={path}"]
 
     def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
-        """Return the limits of an episode, for an engine with sequences of at most
-        `max_sequence_length`.
-        """
+        """Return the limits of an episode. `max_sequence_length`: the engine's, None if unknown."""
         max_total_tokens = self.max_total_tokens
         return EpisodeLimits(
             max_turns=self.max_turns,
@@ -226,8 +226,9 @@ class RewardTerm(Settings):
     """One reward function of a job.
 
     `path`: "package.module:name" of a function, called with `options` as further arguments, or of a
-    class, created with `options`. `convention`: the function's signature. `text` is TRL's for plain
-    text, `chat` is TRL's for messages, `verl` is verl's compute_score.
+    class, created with `options`. `weight`: factor of its result in the reward.
+    `convention`: the function's signature. `text` is TRL's for plain text, `chat` is TRL's for
+    messages, `verl` is verl's compute_score.
     """
 
     path: Name
@@ -241,8 +242,9 @@ class RewardSettings(Settings):
     """The reward of a completion: the weighted sum of the named `terms`. Without terms an
     environment must return the reward.
 
-    `workers`: processes that compute the reward; 0 uses a thread of this process. `timeout_s`:
-    limit on one call. `warn_after_s`: log a warning with the sample when a call takes longer.
+    `workers`: number of processes that compute the reward; 0 uses a thread of this process.
+    `timeout_s`: limit on one call; None sets none. `warn_after_s`: seconds of a call after which a
+    warning with its first sample is logged; None logs none.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -261,9 +263,9 @@ class RewardSettings(Settings):
 class WarmupSettings(Settings):
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
-    `max_steps`: 0 skips the warm-up. `source`: prompts of the warm-up; None uses the job's training
-    prompts.
+    `max_steps`: 0 skips the warm-up. `check_prompts`: number of prompts of a measurement.
     `answer_column`: the column with the completion to learn.
+    `source`: prompts of the warm-up; None uses the job's training prompts.
     """
 
     max_steps: NonNegativeInt
@@ -279,7 +281,7 @@ class WarmupSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSettings(Settings):
-    """The user's function or class "package.module:name", with its arguments, `options`."""
+    """A function or class by its `path`, "package.module:name", and `options`, its arguments."""
 
     path: Name
     options: Options = field(default_factory=dict)
@@ -301,16 +303,16 @@ class ProducerSettings(Settings):
     `order`: `admission` delivers batches in the order in which they began, `ready` makes a batch of
     finished groups. In ready order, a prompt whose rollouts grow too old is sampled again, up to
     `max_reissues` times; then the producer waits for it.
-    `oversample_groups`: extra groups to begin; the last ones to finish are aborted. None: a quarter
-    of a batch in ready order, else 0.
-    `drop_zero_variance`: replace groups whose rewards are all equal; `group_filters`: replace
-    groups for which one of these functions returns a reason. At most `max_refills` groups of a
-    batch are replaced (None: ten times its groups). `curriculum`: draws
-    prompts by weights from their PromptHistory.
+    `oversample_groups`: number of extra groups to begin; the last ones to finish are aborted. None
+    begins a quarter of a batch in ready order, else 0.
+    `drop_zero_variance`: True replaces groups whose rewards are all equal. `group_filters`: replace
+    groups for which one of these functions returns a reason. More than `max_refills`
+    replacements for a batch are an error; None allows ten times its groups.
+    `curriculum`: draws prompts by weights from their PromptHistory.
     `min_valid_samples`: a group with fewer rewards is generated again, with at most `max_attempts`
     attempts in all.
     `version_timeout_s`: how long a request for a batch waits for the weights version it needs.
-    `num_epochs`: passes over the prompts; None never ends.
+    `num_epochs`: number of passes over the prompts; None never ends.
     """
 
     max_staleness_versions: NonNegativeInt | Literal["ess"] = 1
@@ -341,9 +343,9 @@ class ProducerSettings(Settings):
 class WeightSyncSettings(Settings):
     """How new weights reach the engines.
 
-    `mode`: `in_flight` commits between two steps of the engine while requests continue; `suspend`
-    pauses and suspends the engines around the commit, and releases the memory named in `release`
-    for the trainer.
+    `mode`: `in_flight` commits new weights between two steps of the engine while requests continue.
+    `suspend` suspends the engines while the trainer trains and pushes.
+    `release`: memory that a suspend releases for the trainer.
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
@@ -362,9 +364,9 @@ class WeightSyncSettings(Settings):
 class EvaluationSettings(Settings):
     """Metrics of held-out prompts besides the reward of their greedy answers; see `evaluate`.
 
-    `n`: samples of each prompt at `temperature`; 0 evaluates greedy answers alone. `pass_at`: the k
-    of each pass@k. `success_reward`: reward that counts as success. `answer`: function that
-    extracts the answer from a completion, for maj@n.
+    `n`: number of samples of each prompt at `temperature`; 0 evaluates greedy answers alone.
+    `pass_at`: values of k for pass@k. `success_reward`: least reward that counts as success.
+    `answer`: function that returns the answer in a completion, for maj@n; None leaves maj@n out.
     """
 
     n: NonNegativeInt = 0
@@ -385,9 +387,10 @@ class EvaluationSettings(Settings):
 class LoggerSettings(Settings):
     """Where metrics and samples go besides the files of a run: the terminal and Weights & Biases.
 
-    `num_samples`: samples shown every `sample_interval` steps. `num_completions`: samples of each
-    step that completions.jsonl gets; the file is rotated at `completions_file_bytes`.
-    `save_batches`: keep one sampled batch per checkpoint for trainer_hooks.doctor.
+    `num_samples`: number of samples shown after step 1 and every `sample_interval` steps.
+    `num_completions`: number of samples of each step that completions.jsonl gets; the file is
+    rotated at `completions_file_bytes`.
+    `save_batches`: True keeps one sampled batch per checkpoint for trainer_hooks.doctor.
     """
 
     console: bool = True

@@ -1,6 +1,7 @@
 """The summary of a finished run, computed from its metrics.jsonl alone, and its tables.
 
-Used by main at the end of each run.
+Used by `trainer_hooks.train.main` at the end of each run; `trainer_hooks.train.report` uses
+WINDOW_STEPS. Pure functions.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     """Return the figures of a finished run by name, from all its metric rows.
 
-    Rewards are means, NaN if no rollout has one; `first` and `last` cover the first and last 10
-    steps.
-    `prompt_tokens` counts the prompt tokens of all rollouts after the first step;
-    `prefilled_tokens` counts those that were computed, since the samples of a group share their
-    prompt. Suspends are counted after the first step, with the total memory that they released.
-    Seconds are the trainer's: with engine processes it waits `wait_s` for rollouts, and
-    `engine_idle_share` is the engines' idle time.
+    Rewards are means, NaN if no rollout has one. `first` and `last` cover the first and last
+    WINDOW_STEPS steps.
+    `prompt_tokens` counts the prompt tokens of all rollouts after the first step.
+    `prefilled_tokens` counts those that engines computed, fewer because the samples of a group
+    share their prompt. Suspends, and the memory that they released, are counted after the first
+    step.
+    Seconds are the trainer's. In `wait_s` it waits for engines that run beside it, whose idle time
+    is `engine_idle_share`.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "reward" in row]
@@ -79,13 +81,13 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
 
 
 def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean over the steps that have a reward; NaN if none has."""
+    """Return the mean reward of the steps that have one; NaN if none has."""
     rewards = [row["reward"] for row in steps if row["reward"] is not None]
     return fmean(rewards) if rewards else math.nan
 
 
 def growth(counts: Sequence[int]) -> int:
-    """Return by how much a counter grew over the rows. A resumed run counts from 0 again."""
+    """Return the growth of a counter from the first row. A resumed run counts from 0 again."""
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
@@ -103,7 +105,7 @@ def summary_table(summaries: Sequence[Mapping[str, float]], title: str) -> Table
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of the held-out problems with the first and the last greedy answer."""
+    """Return a table of held-out problems with the greedy answers of the first and last row."""
     table = Table(title="greedy answers to held-out problems", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)

@@ -1,7 +1,7 @@
-"""SVG charts with legends, for HTML pages without other files. Used by report.
+"""SVG charts with legends, for HTML pages without other files.
 
-The page includes `STYLE`, which gives the charts' classes their colours in a light and a dark
-scheme.
+Used by `trainer_hooks.train.report`. The page includes `STYLE`, which gives the charts' classes
+their colours in a light and a dark scheme.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def legend(names: Sequence[str]) -> str:
 
 
 def line_chart(series: Mapping[str, Sequence[Point]]) -> str:
-    """Return lines over a common x axis, each of at least one point. Lines of few points get
-    dots.
+    """Return an SVG picture of lines over a common x axis. `series`: points of each line, by name.
+
+    Each line needs at least one point. Lines of few points get dots.
     """
     points = [point for line in series.values() for point in line]
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -86,7 +87,10 @@ def line_chart(series: Mapping[str, Sequence[Point]]) -> str:
 
 
 def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) -> str:
-    """Return shares that add up to 1, stacked, each as wide as its step."""
+    """Return an SVG picture of shares stacked to a height of 1.
+
+    `shares`: for each name, one share per x. The shares of an x add up to at most 1.
+    """
     if not xs or not shares:
         return _svg([f'<text x="{_LEFT}" y="{_HEIGHT / 2}">nothing recorded</text>'], "nothing")
     edges, means = _stacked_bins(xs, list(shares.values()))
@@ -104,7 +108,7 @@ def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) ->
 
 
 def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
-    """Return the range of y to draw: all values, unless a few of many are far outside."""
+    """Return the range of y to draw. Of 100 values or more, it leaves out a few far outside."""
     low, high = min(ys), max(ys)
     if len(ys) < 100:
         return low, high

@@ -1,6 +1,8 @@
 """Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
 
-Used by main and warm_up, and by programs that train in a loop of their own (examples/train_trl.py).
+Used by `trainer_hooks.train.main` and `trainer_hooks.train.warm_up`, and by programs with another
+training loop, such as examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports
+users' functions.
 """
 
 from __future__ import annotations
@@ -64,19 +66,20 @@ from trainer_hooks.train.settings import (
     SourceSettings,
 )
 
-# Limits of the episodes that EnvironmentRollouts runs; AgentRollouts run a loop of their own.
+# Limits of the episodes of EnvironmentRollouts. An AgentRollouts runs episodes itself.
 _OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environments")
 
 
 class Task:
-    """The data of a job.
+    """The prompts, rewards, tokenizer, environment and initial policy of a job.
 
     `tokenizer`: a tokenizer of transformers.
     `held_out`: prompts for evaluation, empty if the settings ask for none. They are not trained on,
     except for training prompts that `data.held_out_path` repeats; a warning counts those.
     `reward`: scores completions; close it at the end to end its processes. None if only the
-    environment gives rewards. `rollout_fn`: the environment, or None; close it as well.
-    `num_skipped_rows`: bad rows of files and datasets that are left out.
+    environment gives rewards.
+    `rollout_fn`: generates the rollouts of the environment; close it as well. None without one.
+    `num_skipped_rows`: number of bad rows of files and datasets that are left out.
     """
 
     def __init__(
@@ -89,7 +92,8 @@ class Task:
         max_sequence_length: int | None = None,
         answer_column: str | None = None,
     ) -> None:
-        """`max_sequence_length`: the engine's, if known; it bounds prompts and episodes.
+        """`warmup_source`: prompts of a warm-up; None takes those of `data`.
+        `max_sequence_length`: the engine's, if known; it bounds prompts and episodes.
         `answer_column`: the column that a warm-up learns; None without a warm-up.
 
         Reads and checks every row of files and datasets once. Raises ConfigError for settings that
@@ -109,7 +113,7 @@ class Task:
         self._warmup_check = replace(self._check, answer_column=answer_column)
         self.num_skipped_rows = 0
         self.held_out: Sequence[PromptItem]
-        # None where a function creates the prompts of each seed.
+        # None if a function creates the prompts of each seed.
         self._train: PromptRows | None = None
         self._warmup: PromptRows | None = None
         held_out_keys: frozenset[int] = frozenset()
@@ -129,7 +133,7 @@ class Task:
         return self._made("train", seed, self._check) if self._train is None else self._train
 
     def warmup_prompts(self, seed: int) -> PromptRows:
-        """Return the prompts of the warm-up, in the order in which it uses them."""
+        """Return the prompts of the warm-up of the run with `seed`, in the order of their use."""
         if self._warmup_source is None and self._train is None:
             return self._made("warmup", seed, self._warmup_check)
         rows = self._train if self._warmup_source is None else self._warmup
@@ -162,20 +166,21 @@ class Task:
     async def evaluate(
         self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
     ) -> dict[str, float]:
-        """Return rewards of answers to the held-out prompts; {} without held-out prompts.
+        """Return metrics of answers to the held-out prompts; {} without held-out prompts.
 
-        Of greedy answers these are `eval/greedy_reward`, `eval/<term>` of each reward term, and
-        both as `eval/<source>/...`. If `settings.n` samples are drawn, there are also all metrics
-        of `evaluate`, which replace terms of the same name. Samples have the same seeds each time.
+        Greedy answers give `eval/greedy_reward`, `eval/<term>` for each reward term, and both for
+        each source as `eval/<source>/...`. If `settings.n` is not 0, that many samples of each
+        prompt give all metrics of `evaluate`, which replace terms of the same name. Samples have
+        the same seeds each time.
         """
         if not self.held_out:
             return {}
         params = replace(params, return_log_probs=False)
         greedy = replace(params, temperature=0.0)
         own: dict[str, Any] = {"tokenizer": self.tokenizer, "rollout_fn": self.rollout_fn}
-        of_greedy = await evaluate(llm, self.held_out, self.reward, greedy, **own)
+        greedy_metrics = await evaluate(llm, self.held_out, self.reward, greedy, **own)
         metrics: dict[str, float] = {}
-        for name, value in of_greedy.items():
+        for name, value in greedy_metrics.items():
             if "/rewards/" in name:
                 metrics[name.replace("/rewards/", "/")] = value
             elif name.endswith("/reward"):
@@ -201,9 +206,9 @@ class Task:
     async def greedy_answers(
         self, llm: GeneratesAsync, params: SamplingParams, count: int
     ) -> list[dict[str, str]]:
-        """Return greedy answers to the first `count` held-out prompts, as {"prompt", "answer"}.
+        """Return the "prompt" and greedy "answer" of each of the first `count` held-out prompts.
 
-        The prompt of a chat is its last message, behind the system prompt and the examples.
+        The "prompt" of a chat is the text of its last message, and that of token ids is their list.
         """
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
@@ -231,18 +236,14 @@ class Task:
         return open_source(source, self._chat, part, seed)
 
     def _checked(self, source: SourceSettings, check: PromptCheck, name: str) -> CheckedRows:
-        """Return the good rows of a source and count the others. `name`: its setting, for
-        errors.
-        """
+        """Return the good rows of a source, and count the bad ones. `name`: its setting."""
         rows = self._open(source, "train", 0)
         checked = check_rows(rows, check, self._data.on_bad_row, name)
         self.num_skipped_rows += checked.num_skipped
         return checked
 
     def _split(self) -> SplitPrompts:
-        """Return training and held-out prompts. The latter come from `held_out_path`, else from the
-        sources.
-        """
+        """Return training prompts, and held-out ones from `held_out_path` or else the sources."""
         data = self._data
         # A warm-up without its own prompts learns the answers of these.
         check = self._warmup_check if self._warmup_source is None else self._check
@@ -258,7 +259,7 @@ class Task:
         return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
 
     def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
-        """Return the rows of a function for one part of a run. Rows in a list are checked now."""
+        """Return the rows of the user's function for a part of a run. A list is checked at once."""
         rows = self._open(self._data, part, seed)
         if not isinstance(rows.rows if isinstance(rows, FormattedPrompts) else rows, (list, tuple)):
             return CheckedWhenRead(rows, check)
@@ -268,8 +269,9 @@ class Task:
 def prompt_check(
     model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
 ) -> PromptCheck:
-    """Return the check of a job's prompts. `max_sequence_length`: the engine's; None takes the
-    model's number of positions.
+    """Return the check of a job's prompts.
+
+    `max_sequence_length`: the engine's; None takes the model's number of positions.
     """
     if model.path is not None:
         config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
@@ -285,9 +287,9 @@ def prompt_check(
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
-    """Return the tokenizer of the settings. Without a padding token it pads with its end token.
+    """Load the tokenizer of the settings. Without a padding token it pads with its end token.
 
-    Raises ConfigError if there is no tokenizer, or no end token.
+    Raises ConfigError if there is no tokenizer, or if it has no end token.
     """
     source = settings.tokenizer or settings.path
     assert source is not None, "the settings check it"
@@ -304,9 +306,10 @@ def load_tokenizer(settings: ModelSettings) -> Any:
 
 
 def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
-    """Return the formatter of prompts by the tokenizer's chat template; None leaves prompts as they
-    are.
+    """Return the format of prompts by the tokenizer's chat template.
 
+    Returns None, which leaves prompts as they are, if `settings.chat` is False, or if it is None
+    and the tokenizer has no template.
     Raises ConfigError for a system prompt or examples without a template.
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -353,6 +356,7 @@ def environment_rollouts(
 ) -> EnvironmentRollouts | AgentRollouts | None:
     """Return the rollout_fn of the settings; None if they name no environment.
 
+    `max_sequence_length`: the engine's; limit on an episode's tokens if the settings have none.
     Raises ConfigError for a path that names no environment, for options and limits that it does not
     accept, and for a tokenizer without a chat template.
     """
@@ -397,8 +401,7 @@ def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
-    """Return the settings as arguments of AsyncRolloutProducer, with functions in place of their
-    paths.
+    """Return the settings as arguments of AsyncRolloutProducer. Paths become functions.
 
     Raises ConfigError for a path that names no function.
     """

@@ -1,6 +1,7 @@
 """Supervised warm-up of a policy, so that some sampled answers are right when GRPO begins.
 
-Used by main before step 0. Trains the policy in place.
+Used by `trainer_hooks.train.main` before step 0, and by examples/train_trl.py. Trains the policy in
+place, and starts an engine in this process.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ async def warm_up(
 ) -> AsyncIterator[dict[str, float]]:
     """Train on the answers of the warm-up's prompts until samples score `target_reward`.
 
-    Yields the metrics of each step. An engine of its own measures the sampled reward at the
-    settings' intervals and after the last step. Raises RolloutError if `max_steps` do not reach the
-    target.
+    Yields the metrics of each step. An engine that it starts measures the reward of samples drawn
+    with `params` at the settings' intervals and after the last step. Raises RolloutError if
+    `max_steps` steps do not reach the target.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     guard = GuardedStep(optimizer, _MAX_GRAD_NORM)
     source = task.warmup_prompts(seed)
     prompts = _in_turn(source)
-    # In an environment the warm-up's prompts are parts of episodes; check whole episodes.
+    # In an environment the warm-up's prompts are parts of episodes, but whole episodes are scored.
     checked = prompts if task.rollout_fn is None else _in_turn(task.prompts(seed))
     latest, start_s = -math.inf, time.perf_counter()
     with LLM(policy, task.tokenizer, engine) as llm:
@@ -86,7 +87,7 @@ async def warm_up(
 
 
 def _in_turn(rows: PromptRows) -> Iterator[PromptItem]:
-    """Yield all rows, again and again."""
+    """Yield all rows in order, again and again, without end."""
     return (as_prompt_item(rows[i % len(rows)]) for i in count())
 
 
@@ -96,8 +97,7 @@ def answer_loss(
     items: Sequence[PromptItem],
     answer_column: str = "answer",
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the answers' tokens, with the end token, given their
-    questions.
+    """Return the mean cross-entropy of the answers' tokens, end token included, after the prompts.
 
     Shape letters: B problems, T positions, V vocabulary.
     Raises ConfigError for a prompt without an answer.

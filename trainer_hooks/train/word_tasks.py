@@ -1,8 +1,9 @@
 """Two tasks that SmolLM2 learns in minutes: reverse a list of words, write number words as digits.
 
-Named by conf/data/revlist.yaml and conf/data/digits.yaml. Each function is called as
-`function(part, seed, **options)` and returns rows with the columns prompt and answer. Held-out rows
-are the same for every seed, and no run trains on one.
+Used by `trainer_hooks.train.task` through conf/data/revlist.yaml and conf/data/digits.yaml, which
+name the functions. Each is called as `function(part, seed, **options)` with the part "train",
+"warmup" or "held_out", and returns items with the column `answer`. Held-out rows are the same for
+every seed, and no run trains on one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from rollout.errors import ConfigError
 from trainer_hooks import PromptItem
 
-NUM_PROMPTS = 2_000  # of the training of one seed
+NUM_PROMPTS = 2_000  # of a part of one seed's run, apart from the held-out prompts
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Common nouns of three to seven letters.
 WORDS = tuple(
@@ -55,7 +56,7 @@ def reversed_lists(
 def number_words(
     part: str, seed: int, *, num_held_out: int = 200, num_digits: int = 4
 ) -> Sequence[PromptItem]:
-    """Return rows such as "four one nine two" with the answer "4192". There are 9**num_digits."""
+    """Return rows such as "four one nine two" with the answer "4192". Digits are from 1 to 9."""
     if num_digits < 1:
         raise ConfigError(f"num_digits={num_digits} must be at least 1")
 
@@ -74,10 +75,10 @@ def _rows(
     size: str,
     num_rows: int,
 ) -> Sequence[PromptItem]:
-    """Return the held-out rows, or NUM_PROMPTS of the training, by `draw` without the held-out.
+    """Return the held-out rows, or NUM_PROMPTS other rows of the part, made by `draw`.
 
-    Raises ConfigError if the rows held out are more than half of the `num_rows` that differ, which
-    `size`, an option and its value, gives.
+    `num_rows`: number of different rows that `draw` can make. `size`: the option that determines
+    it, for the error. Raises ConfigError if more than half of the different rows would be held out.
     """
     if num_rows < 2 * num_held_out:
         raise ConfigError(

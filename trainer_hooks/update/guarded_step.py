@@ -1,7 +1,8 @@
 """GuardedStep: clips gradients, and skips the optimizer step if a gradient is NaN or infinite.
 
-Used by `update_policy` and by the learner of the training job. It writes the parameters through the
-optimizer, and the batches of skipped steps to files if it has a directory.
+Used by `update_policy`, and by `trainer_hooks.train.learner` and `trainer_hooks.train.warm_up`. It
+writes the parameters through the optimizer, and the batches of skipped steps to files if it has a
+directory.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ _log = logging.getLogger(__name__)
 
 
 class NonFiniteGradientError(RolloutError):
-    """Too many optimizer steps in a row had a gradient of NaN or infinity."""
+    """Too many successive optimizer steps had a gradient that is NaN or infinite."""
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients of `model` to a norm of at most `max_norm`. Returns the norm before.
 
-    The norm is that of all gradients together. Where ranks hold parts of them this is a collective.
-    Raises ConfigError for a `max_norm` that is not above 0: it would remove or reverse gradients.
+    The norm is taken over all gradients together. If ranks hold parts of them, this is a
+    collective. Raises ConfigError for a `max_norm` that is not above 0: it would remove or reverse
+    gradients.
     """
     check_value("max_norm", max_norm, PositiveFloat, ConfigError)
     return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
@@ -47,9 +49,9 @@ class GuardedStep:
 
     A skipped step changes neither parameters nor the optimizer's state, on any of the `ranks`. It
     is logged.
-    `max_skipped`: number of successive skipped steps that is an error.
-    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`.
-    None writes none.
+    `max_skipped`: number of successive skipped steps at which `step` raises.
+    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`;
+    None writes no files.
     `num_skipped`: number of all skipped steps.
     """
 
@@ -76,10 +78,11 @@ class GuardedStep:
     def step(
         self, models: Sequence[nn.Module], batch: RolloutBatch | None = None
     ) -> tuple[float, bool]:
-        """Clip the gradients of each model, then step. Returns the gradient norm of the first model
-        before clipping, and whether the step was made.
+        """Clip the gradients of each model, then make or skip the optimizer step.
 
-        `batch`: batch that the gradients come from, to be kept if the step is skipped.
+        Returns the gradient norm of the first model before clipping, and whether the step was made.
+        A skipped step clears the gradients. `batch`: batch of the gradients, to be written if the
+        step is skipped.
         Raises NonFiniteGradientError at the last of `max_skipped` successive skipped steps.
         """
         norms = [clip_gradients(model, self._max_grad_norm) for model in models]
@@ -105,8 +108,8 @@ class GuardedStep:
         return norms[0], False
 
     def _saved(self, batch: RolloutBatch | None) -> str:
-        """Write the batch of a skipped step, on rank 0. Returns the end of a message that names the
-        file.
+        """Write the batch of a skipped step, on rank 0. Returns the file's name for a message, or
+        "" if nothing is written.
         """
         if batch is None or self._directory is None or self._ranks.rank:
             return ""
@@ -117,6 +120,6 @@ class GuardedStep:
         return f"; its batch is in {path}"
 
     def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
-        """Return whether all norms on all ranks are finite, so that all ranks step or none does."""
+        """Return whether the norms on all ranks are finite. All ranks get the same result."""
         num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
         return not bool(self._ranks.sum(num_bad))

@@ -1,10 +1,10 @@
-"""The update of a policy on a `RolloutBatch`, in micro-batches that hold a limited number of
-tokens.
+"""The update of a policy on a `RolloutBatch`, in micro-batches of a limited number of tokens.
 
-Used by training loops and the training job, once per batch: `compute_logprobs` before the first
-optimizer step if the loss needs proximal log-probs, then `update_policy`, or `accumulate_gradients`
-before an optimizer step of their own. ReferencePolicy uses `compute_logprobs`, too. It writes the
-policy's gradients, and `update_policy` its weights.
+Used once per batch by users' training loops and `trainer_hooks.train.learner`: `compute_logprobs`
+before the first optimizer step if the loss needs proximal log-probs, then `update_policy`, or
+`accumulate_gradients` before an optimizer step of their own. ReferencePolicy uses
+`compute_logprobs`, too. `accumulate_gradients` writes the policy's gradients, `update_policy` also
+its weights.
 
 Shape letters: B rows, each a token sequence of a rollout, T positions, N tokens of all rows without
 padding.
@@ -73,20 +73,19 @@ class UpdateSettings:
     `num_iterations`: number of passes over the batch.
     `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout; every
     step takes a random part of the rollouts (`RolloutBatch.split_rollouts`).
-    `max_tokens`: limit on the tokens of a forward pass, with padding. None computes a minibatch in
-    one pass.
-    `is_packed`: True puts the rollouts of a forward pass one behind the other in a single row,
-    without padding. The model must separate them by their position ids; any other model is refused
-    at the first pass.
-    `share_prefixes`: True computes what rows begin with in common, such as a group's prompt and a
-    system prompt, once, and the logits of trained tokens alone, a few at a time. `max_tokens` then
-    limits the tokens that are computed. Gradients equal those of whole rows up to rounding. Rows
-    are computed whole, packed or padded, for models where they would not (`tree_fault`), for
-    routing replay, and beyond a model's sliding window.
+    `max_tokens`: limit on the tokens of a forward pass, with padding. None sets no limit: rows that
+    are computed whole take one pass for each minibatch.
+    `is_packed`: True concatenates the rollouts of a forward pass to a single row without padding.
+    The model must separate them by their position ids; any other model is refused at its first
+    packed pass.
+    `share_prefixes`: True computes the common beginning of rows, such as a group's prompt and a
+    system prompt, once, and logits of trained tokens alone, a few at a time. `max_tokens` then
+    limits the tokens that are computed. Gradients equal those of whole rows up to rounding. Models
+    for which they would not (`tree_fault`), routing replay, and rows beyond a model's sliding
+    window are computed in whole rows, packed or padded.
     `temperature`: divisor of the logits, as in the rollouts' sampling.
     `max_grad_norm`: norm to which larger gradients are scaled down.
-    `max_skipped_steps`: number of successive steps without a finite gradient that is an error
-    (`GuardedStep`).
+    `max_skipped_steps`: number of successive skipped steps at which GuardedStep raises.
     `replay_routing`: True makes each pass use the experts that sampled the tokens (see
     `trainer_hooks.replay_routing`). The batch must be collated with routing=True.
     """
@@ -108,7 +107,7 @@ class UpdateSettings:
 def split_micro_batches(
     lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
 ) -> list[torch.Tensor]:
-    """Return the row indices of each micro-batch.
+    """Return the row indices of each micro-batch. `lengths_B`: tokens of each row.
 
     Without `max_tokens`, all rows are one micro-batch. With it, rows are placed longest first, each
     into the fullest micro-batch that has room for it (best fit). A micro-batch costs the number of
@@ -151,11 +150,11 @@ def _require_room(longest: int, max_tokens: int | None) -> None:
 def split_among_ranks(
     lengths_B: torch.Tensor, settings: UpdateSettings, num_ranks: int
 ) -> list[list[torch.Tensor]]:
-    """Return, for each rank, the row indices of its forward passes. Each row with a token occurs
-    once.
+    """Return for each rank the row indices of each of its forward passes.
 
-    The ranks get about equal numbers of tokens. All ranks make the same number of passes, since a
-    pass of a sharded model is a collective: a rank with fewer passes gets empty ones at its end.
+    Each row with a token occurs once. The ranks get about equal numbers of tokens. All ranks make
+    the same number of passes, since a pass of a sharded model is a collective: a rank with fewer
+    passes gets empty ones at its end.
     Raises ConfigError for a row longer than `settings.max_tokens`.
     """
     lengths = lengths_B.tolist()
@@ -177,9 +176,9 @@ Way = Literal["trees", "packed", "padded"]
 
 
 def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings) -> Way:
-    """Return how the passes on `batch` go.
+    """Return how forward passes compute the rows of `batch`.
 
-    Raises ConfigError where `is_packed` would let rollouts attend to each other.
+    Raises ConfigError if they would be packed and the model lets packed rollouts mix.
     """
     reason = _reason_against_trees(policy, batch, settings)
     if reason is None:
@@ -195,6 +194,7 @@ def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSet
 def _reason_against_trees(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
 ) -> str | None:
+    """Return why the rows are not computed as trees, for the log; None if they are."""
     if not settings.share_prefixes:
         return "share_prefixes=False"
     if settings.replay_routing:
@@ -221,7 +221,7 @@ def _split(
     way: Way,
     num_ranks: int,
 ) -> list[list[torch.Tensor]]:
-    """Return the row indices of each rank's passes. All ranks get as many, the last ones empty."""
+    """Return for each rank the row indices of its passes, as `split_among_ranks` does."""
     if way != "trees":
         return split_among_ranks(batch.lengths_B, settings, num_ranks)
     rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
@@ -238,7 +238,7 @@ def _split(
 
 
 def _filled(passes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Return the passes of each rank, with empty ones up to the number of those that have most."""
+    """Return the passes of each rank, with empty ones appended until all ranks have as many."""
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
 
@@ -250,10 +250,9 @@ def _passes(
     ranks: TrainerRanks,
     way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """Yield the rows of each pass of this rank, their batch, and whether their result counts.
+    """Yield for each pass of this rank its row indices, its batch, and whether its result counts.
 
-    In place of a pass without rows the shortest row is computed, with an empty mask. Its result
-    does not count.
+    A pass without rows computes the shortest row with an empty mask, and its result does not count.
     """
     for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
@@ -267,9 +266,7 @@ def _passes(
 def _forward(
     policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits and the tokens of one forward pass, [B, T, ...], or [1, N, ...] if
-    packed.
-    """
+    """Return the logits and the tokens of one pass, [B, T, ...], or [1, N, ...] if packed."""
     if not is_packed:
         # Padding is on the right, where no token of a causal model attends to it, so no mask.
         return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
@@ -322,9 +319,9 @@ def _logprobs_and_entropies(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropies of one forward pass, [B, T] each.
 
-    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: the loss has an
-    entropy bonus. Other passes compute entropies without a gradient where it has none, since the
-    gradient keeps another tensor of the logits' size until the backward pass.
+    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: whether the loss has
+    an entropy bonus. If not, passes over whole rows compute entropies without a gradient, which
+    would keep another tensor of the logits' size until the backward pass.
     """
     if way == "trees" and bool(batch.mask_BT.any()):
         assert isinstance(policy, nn.Module), "other policies have no trees"
@@ -353,7 +350,8 @@ def compute_logprobs(
 
     `policy`: the reference, or the policy before an update (for proximal log-probs). All `ranks`
     call this with the same batch. Each computes a part and gets the log-probs of all rows.
-    Raises ConfigError for a policy that would mix packed rollouts.
+    Raises ConfigError for a policy that would mix packed rollouts, for a row longer than
+    `settings.max_tokens`, and for replay without recorded routing.
     """
     way = _way_of(policy, batch, settings)
     logprobs_BT = torch.zeros(batch.tokens_BT.shape, device=batch.tokens_BT.device)
@@ -379,9 +377,9 @@ def accumulate_gradients(
     `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T].
     Returns the metrics of `policy_loss` for the whole batch (`merged_metrics`).
     All `ranks` call this with the same batch, and each computes a part of it. Each scales its loss
-    by their number, so that the mean over ranks, which FSDP and DDP take, is the gradient of the
-    batch.
-    Raises ConfigError for a policy that would mix packed rollouts.
+    by the number of ranks, so that the mean over ranks, which FSDP and DDP take, is the gradient of
+    the batch.
+    Raises ConfigError in the cases of `compute_logprobs`, and those of `policy_loss`.
     """
     way = _way_of(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
@@ -426,15 +424,16 @@ def update_policy(
 ) -> list[dict[str, float]]:
     """Make all optimizer steps on `batch`. Returns the metrics of each step.
 
-    Each row of metrics has `grad_norm`, the norm before clipping. A step whose gradient is not
-    finite is skipped, and its row is {"skipped_steps": 1.0} alone. A batch without a trained token
-    has no steps.
+    The metrics of a step are those of `accumulate_gradients`, `skipped_steps` of 0, and
+    `grad_norm`, the norm before clipping. A step whose gradient is not finite is skipped, and its
+    metrics are {"skipped_steps": 1.0} alone. A batch without a trained token has no steps.
     `columns`: see `accumulate_gradients`. The ratio is clipped around the column
     `proximal_logprobs_BT` (from `compute_logprobs` before the first step), else around the engine's
     log-probs. Either stays the same in all steps.
     `guard`: GuardedStep of `optimizer` that the caller keeps, so that successive skipped steps are
     counted across calls. None counts within this call.
     All `ranks` call this with the same batch and equal states of torch's generator.
+    Raises ConfigError as `accumulate_gradients`, and NonFiniteGradientError as GuardedStep.
     Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300, algorithm 1, line 10.
     """
     guard = guard or GuardedStep(

@@ -1,7 +1,8 @@
-"""ReferencePolicy: the policy from which a KL term keeps the trained policy from drifting away.
+"""ReferencePolicy: the policy to which a KL term keeps the trained policy close.
 
-Used by a training loop or the training job, for the column `reference_logprobs_BT` of
-`policy_loss`. It writes only its own copy of the weights, when that copy is to follow the policy.
+Used by users' training loops and by the training job (`trainer_hooks.train.main` makes it,
+`trainer_hooks.train.learner` calls it), for the argument `reference_logprobs_BT` of `policy_loss`.
+It writes only its own copy of the weights, in `follow` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ class ReferencePolicy:
         adapter_off: Callable[[], AbstractContextManager[Any]] = nullcontext,
         settings: ReferenceSettings | None = None,
     ) -> None:
-        """Use `model` as the reference, within `adapter_off()`. `copy_of` and `without_adapter` are
-        simpler.
+        """Use `model` as the reference. `copy_of` and `without_adapter` are simpler.
 
-        Raises ConfigError for a base model without its adapter that is to follow the policy.
+        `adapter_off`: returns a context in which `model` computes without its adapter. Raises
+        ConfigError for such a context together with `sync_interval`.
         """
         self._model, self._adapter_off = model, adapter_off
         self._settings = settings or ReferenceSettings()
@@ -85,15 +86,16 @@ class ReferencePolicy:
 
     @classmethod
     def without_adapter(cls, policy: Any) -> ReferencePolicy:
-        """Return the base model of a PEFT model as the reference. It needs no memory of its own."""
+        """Return a reference that is the base model of a PEFT model and needs no further memory."""
         return cls(policy, policy.disable_adapter)
 
     def logprobs(
         self, batch: RolloutBatch, settings: UpdateSettings, ranks: TrainerRanks = ALONE
     ) -> torch.Tensor:
-        """Return log-probs [B, T], for `reference_logprobs_BT`. Routing is not replayed.
+        """Return the reference's log-probs [B, T] of trained tokens, 0 elsewhere.
 
-        All `ranks` call this with the same batch, and each computes a part of it.
+        Routing is not replayed. All `ranks` call this with the same batch, and each computes a part
+        of it. Raises ConfigError as `compute_logprobs`.
         """
         own = replace(settings, replay_routing=False)
         with self._adapter_off():
@@ -101,10 +103,9 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def follow(self, policy: nn.Module, step: int) -> bool:
-        """Move towards `policy` if a move is due at training step `step`, from 1. Returns whether
-        it moved.
+        """Move towards `policy` if training step `step`, from 1, is a multiple of `sync_interval`.
 
-        weights = sync_weight * policy + (1 - sync_weight) * weights.
+        Returns whether it moved: weights = sync_weight * policy + (1 - sync_weight) * weights.
         Source: TR-DPO (Gorbatovski et al. 2024), arXiv 2404.09656.
         """
         interval, weight = self._settings.sync_interval, self._settings.sync_weight
@@ -120,8 +121,9 @@ class ReferencePolicy:
         return self._model.state_dict() if self._settings.sync_interval is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ConfigError if that reference did not move and this
-        one does.
+        """Continue from `state_dict`. Does nothing if this reference does not move.
+
+        Raises ConfigError if this reference moves and the one that wrote `state` did not.
         """
         if self._settings.sync_interval is None:
             return

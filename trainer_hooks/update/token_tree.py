@@ -1,9 +1,10 @@
-"""Token sequences as trees: what rows of a batch begin with in common is computed once.
+"""Token sequences as trees, in which the common beginning of several rows occurs once.
 
 The rollouts of a group share their prompt, and groups share a system prompt. A causal model
-computes the same hidden state for the same tokens, so a forward pass over a tree of tokens, in
-which each token attends to its ancestors alone, gives every row what a pass over that row gives.
-Used by `micro_batches`, which divides a batch into trees, and `tree_pass`, which computes them.
+computes the same hidden state after the same tokens. So a forward pass over a tree of tokens, in
+which each token attends to its ancestors alone, gives the hidden states of passes over all rows.
+Used by `trainer_hooks.update.micro_batches`, which divides a batch into trees, and by
+`trainer_hooks.update.tree_pass`, which computes them.
 
 Shape letters: B rows, T positions, N nodes of a tree.
 """
@@ -18,11 +19,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTree:
-    """The first tokens of some rows, each shared prefix once, parents before their children.
+    """The tokens of some rows as nodes, each shared prefix once, parents before their children.
 
-    `tokens_N`, `depths_N`: token id and position of each node, int64. `ends_N`: the descendants of
-    node i are the nodes from i + 1 to `ends_N[i]`, exclusive. `nodes_BT`: the node of each token of
-    a row, -1 behind the row's end.
+    `tokens_N`, `depths_N`: token id and position of each node, int64.
+    `ends_N`: the descendants of node i are the nodes from i + 1 to `ends_N[i]`, exclusive.
+    `nodes_BT`: index of the node of each token of a row, -1 after the row's end.
     """
 
     tokens_N: torch.Tensor
@@ -74,11 +75,12 @@ class TokenTree:
 def split_into_trees(
     rows: Sequence[list[int]], max_nodes: int | None, pair_cost: float
 ) -> list[list[int]]:
-    """Return the row indices of each tree, so that all trees together cost least, about.
+    """Return the row indices of each tree. Rows join a tree where that lowers the cost.
 
     A tree of N nodes costs N + `pair_cost` N^2: attention in a tree computes all pairs of nodes, so
     rows that share little are cheaper in trees of their own. `pair_cost`: the cost of one pair over
-    that of one token in the layers' products. `max_nodes`: bound of a tree; a longer row is alone.
+    the cost of one token in the layers' products. `max_nodes`: most nodes of a tree, except that a
+    longer row is a tree of its own; None sets no limit.
     """
     trees: list[list[int]] = []
     num_nodes = 0
@@ -87,7 +89,7 @@ def split_into_trees(
         row = rows[index]
         num_new = len(row) - common_prefix(before, row)
         joined = num_nodes + num_new
-        # N + n joined: the pairs between both trees come on top, the shared prefix falls away.
+        # A joined tree computes the shared prefix once, but also all pairs of both parts' nodes.
         saved = len(row) - num_new
         extra = joined**2 - num_nodes**2 - len(row) ** 2
         fits = max_nodes is None or joined <= max_nodes
@@ -102,9 +104,10 @@ def split_into_trees(
 
 
 def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int]]:
-    """Return the row indices of parts with about as many nodes each, cut from the sorted rows.
+    """Return the row indices of `num_parts` parts with about equal numbers of nodes.
 
-    Rows with a common prefix stay together where that is even. A part may be empty.
+    The parts are cut from the sorted rows, so most rows with a common prefix stay together. A part
+    may be empty.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     order = sorted(range(len(rows)), key=lambda index: rows[index])
@@ -120,7 +123,7 @@ def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens `first` and `second` begin with in common."""
+    """Return the number of tokens in the common prefix of `first` and `second`."""
     for index, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return index

@@ -1,8 +1,8 @@
 """Log-probs of a batch by forward passes over trees of its tokens (`token_tree`).
 
 Works for causal models of transformers that take a position id for each token and a mask for each
-pair of tokens. Which do is found by comparison with plain passes (`tree_fault`), not by a list.
-Used by `micro_batches`.
+pair of tokens. `tree_fault` finds out whether a model does, by comparison with a plain pass.
+Used by `trainer_hooks.update.micro_batches`.
 
 Shape letters: B rows, T positions, N nodes, E hidden size, V vocabulary, R nodes that predict a
 trained token, M trained tokens.
@@ -26,8 +26,8 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both have gradients and are 0 elsewhere. Column 0 must not be masked: nothing predicts it.
-    Tokens behind the last trained one of a row are not computed, nor is padding.
+    Both have gradients and are 0 elsewhere. `mask_BT` must be False in column 0, which nothing
+    predicts. Tokens from a row's last trained token on are not computed, nor is padding.
     """
     device = tokens_BT.device
     tree = TokenTree.of(rows_before_last(tokens_BT, mask_BT))
@@ -48,13 +48,14 @@ def tree_logprobs(
 
 
 def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """Return each row's tokens before its last trained one, which nothing after it needs."""
+    """Return each row's tokens before its last trained token: all that predicting it needs."""
     columns_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     ends = (mask_BT * columns_T).amax(dim=1).tolist()
     return [row[:end] for row, end in zip(tokens_BT.tolist(), ends, strict=True)]
 
 
 def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of the model's forward pass over `tree`."""
     config: Any = policy.config
     mask_NN = tree.attention_mask().to(device)
     if config._attn_implementation == "eager":  # which adds the mask to the scores
@@ -79,9 +80,9 @@ def _model(policy: Any) -> Any:
 
 
 def _plain_head(policy: Any) -> Head | None:
-    """Return the head, or None if only the pass of the whole model computes its logits.
+    """Return the head, or None if the logits must come from a pass of the whole model.
 
-    FSDP2 gathers the weights in that pass alone, and a head that is adapted is no plain product.
+    They must under FSDP2, which gathers weights only in that pass, and for a head with an adapter.
     """
     linear = _model(policy).get_output_embeddings()
     if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
@@ -94,10 +95,10 @@ def _plain_head(policy: Any) -> Head | None:
 
 
 def pair_cost(policy: Any) -> float:
-    """Return the cost of attention for one pair of tokens over a token's products in all layers.
+    """Return the cost of attention for one pair of tokens over the cost of a token's products.
 
-    By multiplications: 2 heads * head_dim of a pair and layer, and the parameters of the body
-    without its embeddings.
+    Costs are numbers of multiplications: 2 heads * head_dim for a pair in each layer, and for a
+    token the number of the body's parameters without its embeddings.
     """
     body = _body(policy)
     config = body.config.get_text_config()
@@ -109,9 +110,9 @@ def pair_cost(policy: Any) -> float:
 
 
 def max_depth(policy: Any) -> int | None:
-    """Return how many positions each layer of the model attends to; None if all do to all.
+    """Return the size of the model's sliding window or attention chunk; None if it has none.
 
-    A mask of a tree replaces those of sliding windows and chunks, so rows must fit into them.
+    A tree's mask replaces the masks of windows and chunks, so rows must fit into them.
     """
     config = policy.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size")
@@ -119,7 +120,7 @@ def max_depth(policy: Any) -> int | None:
 
 
 def tree_fault(policy: Any, device: torch.device) -> str | None:
-    """Return why `policy` has no tree pass, for a message; None if it has one.
+    """Return a text on why `policy` cannot compute trees; None if it can.
 
     The first call with a module compares two small passes over trees with a plain one.
     """
@@ -128,7 +129,8 @@ def tree_fault(policy: Any, device: torch.device) -> str | None:
     return cached_fault(_compare, policy, device)
 
 
-# Token ids that any vocabulary has. The prefix has two continuations, of which _BEHIND is compared.
+# Token ids that any vocabulary has. The prefix continues with a sibling and with _BEHIND, whose
+# logits are compared.
 _PREFIX, _BEHIND = list(range(1, 7)), list(range(3, 11))
 _SIBLINGS = list(range(8, 0, -1)), list(range(2, 10))
 
@@ -146,7 +148,7 @@ def _compare(policy: nn.Module, device: torch.device) -> str | None:
 
 
 def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device) -> Tensor:
-    """Return the logits of the last row's tokens [T, V], by the way that `tree_logprobs` goes."""
+    """Return the logits [T, V] of the last row's tokens, computed as in `tree_logprobs`."""
     tree = TokenTree.of(rows)
     inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
     if (head := _plain_head(policy)) is None:

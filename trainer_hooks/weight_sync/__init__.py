@@ -1,4 +1,7 @@
-"""Pushing a trainer's weights into engines: reading them from any trainer, and the push itself."""
+"""Pushing a trainer's weights into engines: reading them from any trainer, and the push itself.
+
+Used by users' training loops, the training job, `trainer_hooks.phase` and TRLRollouts.
+"""
 
 from trainer_hooks.weight_sync.sources import full_tensors, join_push, merged_tensors, weights_of
 from trainer_hooks.weight_sync.weight_sync import (

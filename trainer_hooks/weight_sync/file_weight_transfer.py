@@ -1,7 +1,7 @@
 """FileWeightTransfer: sends a trainer's weights to a server through files and HTTP calls.
 
-Used by TRL's asynchronous trainers as their `weight_transfer`. It writes directories of
-safetensors, which the server commits to its engines.
+Users pass it to TRL's asynchronous trainers as their `weight_transfer`. It writes directories of
+safetensors, which the server commits to its engines, and removes them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FileWeightTransfer:
         trainer = AsyncGRPOTrainer(..., weight_transfer=FileWeightTransfer("http://127.0.0.1:8000"))
 
     Each update is a directory of safetensors, which the server reads and this object then removes.
-    Engines freeze their requests meanwhile and continue them under the new weights. Not
-    thread-safe. All methods raise WeightUpdateError with the server's reason.
+    Between `pause` and `resume` the engines freeze their requests, and continue them under the new
+    weights. Not thread-safe. All methods raise WeightUpdateError with the server's reason.
     """
 
     def __init__(
@@ -77,10 +77,9 @@ class FileWeightTransfer:
         self._is_paused = True
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Write all tensors and let the server commit them. Returns when all engines have
-        committed.
+        """Write all tensors and return when all engines have committed them.
 
-        Sharded tensors are gathered. After an error the server has its old weights.
+        Gathering sharded tensors is a collective. After an error the server has its old weights.
         """
         tensors = iter(iterator)
         try:
@@ -100,7 +99,7 @@ class FileWeightTransfer:
         self._is_paused = False
 
     def destroy(self) -> None:
-        """Resume the server's requests if an update failed. The server keeps running."""
+        """Resume the server's requests if they are still paused. The server keeps running."""
         if self._is_paused:
             self.resume()
 
@@ -126,7 +125,7 @@ class FileWeightTransfer:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an error's body, or the body itself."""
+    """Return the message of an error's body, or the start of the body if it has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

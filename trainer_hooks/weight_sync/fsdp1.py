@@ -1,6 +1,6 @@
 """Reads the weights of a model under FSDP1 (FullyShardedDataParallel), one unit at a time.
 
-Used by `full_tensors` and by pushes. It gathers units, and changes no weight.
+Used by `trainer_hooks.weight_sync.sources`. It gathers units, and changes no weight.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy if it is on the host: FSDP1 frees it, which fails if NumPy uses
-    it.
+    """Return `tensor`, or a copy if it is on the host.
+
+    FSDP1 frees the tensor afterwards, which fails while a NumPy array shares its memory.
     """
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 

@@ -1,7 +1,7 @@
 """A transformers policy under FSDP2, and checkpoints of it with whole tensors.
 
-Used by the training job with trainer.strategy=fsdp2, and by sharded training loops. `shard` changes
-the policy in place.
+Used by `trainer_hooks.train.learner`, for trainer.strategy=fsdp2, and by users' sharded training
+loops. `shard` changes the policy in place.
 
 Every rank has a part of each parameter, of its gradient and of its optimizer state. A checkpoint
 has whole tensors, so any number of ranks can load it, also one process without FSDP2.
@@ -55,6 +55,8 @@ def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
+    """A sharded policy with its whole tensors; {} on ranks that do not save."""
+
     policy: Any
     tensors: dict[str, Tensor]
 
@@ -82,7 +84,7 @@ class WholeOptimizer:
         return self._optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the state on each rank. A collective."""
+        """Return the whole state, gathered on each rank. A collective."""
         state = self._optimizer.state_dict()
         whole = {
             index: {name: _whole(value) for name, value in own.items()}
@@ -91,7 +93,7 @@ class WholeOptimizer:
         return {**state, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict` that all ranks have read. A collective.
+        """Load a whole `state_dict`, of which each rank keeps its part. A collective.
 
         Raises ValueError if it belongs to other parameters.
         """
@@ -109,7 +111,7 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """Return this rank's part of a state with the parameter's shape; a step count as it is."""
+    """Return this rank's part of a state tensor of the parameter's shape, else `value` itself."""
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if not isinstance(parameter, DTensor) or not is_whole:
         return value

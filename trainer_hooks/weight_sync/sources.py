@@ -1,6 +1,7 @@
 """Reads the weights of any trainer as one stream: (Hugging Face name, whole tensor), one at a time.
 
-Used by WeightSync, checkpoints and users' own exports. It changes no weight.
+Used by `trainer_hooks.weight_sync.weight_sync` for pushes, by `trainer_hooks.weight_sync.fsdp2` for
+checkpoints, and by users' exports. It changes no weight.
 
 If ranks of a trainer hold parts of the weights, they read the stream together: each tensor is
 gathered by a collective of all ranks, in the same order. A rank needs memory for one whole tensor
@@ -101,9 +102,7 @@ def weights_of(source: NamedTensors) -> NamedTensors:
 def _weights_in(
     module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> NamedTensors:
-    """Return the module's weights whose names are wanted: live, or as a stream that gathers
-    them.
-    """
+    """Return the module's weights with wanted names: live, or as a stream that gathers them."""
     if has_units(module):
         pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
         return streamed(pairs)
@@ -121,7 +120,7 @@ def _live_or_gathered(weights: Iterable[tuple[str, Any]]) -> NamedTensors:
 
 
 def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
-    """Detach a tensor. Other values stay, and are refused by name where tensors are read."""
+    """Detach a tensor. Other values are returned as they are, and refused where they are read."""
     name, tensor = pair
     return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
 

@@ -1,7 +1,7 @@
 """TrainerRanks: the data-parallel ranks of a trainer. Rank 0 has the rollouts and leads.
 
-Used by `update_policy` and by the training job. All ranks compute an update on the same batch, each
-its own forward passes. Rank 0 broadcasts each next message.
+Used by `trainer_hooks.update` and by the training job (`trainer_hooks.train`). All ranks compute an
+update on the same batch, each its own forward passes. Rank 0 broadcasts what to do next.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ _FOREVER = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRanks:
-    """This rank, one of `size`. `words`: process group for the messages of rank 0.
+    """This rank, one of `size`. `message_group`: process group for the messages of rank 0.
 
     All other collectives use the default group of torch.distributed.
     """
 
     rank: int = 0
     size: int = 1
-    words: Any = None
+    message_group: Any = None
 
-    def broadcast(self, word: Any) -> None:
-        """Send `word`, and the state of torch's generator, from rank 0 to all others.
+    def broadcast(self, message: Any) -> None:
+        """Send `message` and the state of torch's generator from rank 0 to all others.
 
-        Rank 0 does not wait for them; all ranks then act on the message together. `word`: tensors,
+        Does nothing on other ranks. All ranks then act on the message together. `message`: tensors,
         numbers, text, tuples, lists and dicts, which run no code when read.
         """
         if self.size > 1 and self.rank == 0:
-            broadcast_bytes(self.words, _encoded((word, torch.get_rng_state())))
+            broadcast_bytes(self.message_group, _encoded((message, torch.get_rng_state())))
 
     def receive(self) -> Any:
-        """Return the next message of rank 0, on any other rank. Sets torch's generator to rank 0's
-        state.
+        """Wait on a rank above 0 for the next message of rank 0, and return it.
+
+        Sets torch's generator to rank 0's state.
         """
-        word, random_state = _decoded(broadcast_bytes(self.words))
+        message, random_state = _decoded(broadcast_bytes(self.message_group))
         torch.set_rng_state(random_state)
-        return word
+        return message
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over all ranks, in place."""
@@ -59,7 +60,7 @@ class TrainerRanks:
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
-        """Return the lists of all ranks, concatenated. They hold what a message may hold."""
+        """Return the lists of all ranks, concatenated. Elements are such as `broadcast` takes."""
         if self.size == 1:
             return own
         parts = all_gather_bytes(None, _encoded(own))
@@ -76,14 +77,12 @@ def _encoded(value: Any) -> bytes:
 
 
 def _decoded(content: bytes) -> Any:
-    """Raises pickle.UnpicklingError for anything but plain data."""
+    """Return the decoded value. Raises pickle.UnpicklingError for anything but plain data."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def torchrun_place() -> tuple[int, int]:
-    """Return the rank that torchrun gave this process and the number of ranks; (0, 1) without
-    torchrun.
-    """
+    """Return this process's rank and the number of ranks by torchrun; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -101,7 +100,7 @@ def torchrun_ranks() -> Iterator[TrainerRanks]:
         )
     dist.init_process_group("gloo")
     try:
-        words = dist.new_group(backend="gloo", timeout=_FOREVER)
-        yield TrainerRanks(rank=dist.get_rank(), size=dist.get_world_size(), words=words)
+        group = dist.new_group(backend="gloo", timeout=_FOREVER)
+        yield TrainerRanks(rank=dist.get_rank(), size=dist.get_world_size(), message_group=group)
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """WeightFiles: writes a trainer's weights as a directory of safetensors for another process.
 
-Used by FileWeightTransfer and rollout_verl.
+Used by FileWeightTransfer and by `rollout_verl.adapter`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors in order, to files of at most `max_file_bytes`, or of one larger tensor.
+    """Writes tensors in order to files of at most `max_file_bytes`. A larger tensor is one file.
 
-    A context manager: at its end it writes the index of the files, and last the file STABLE. Every
-    method raises WeightUpdateError for tensors that cannot be read and files that cannot be
-    written.
+    A context manager: after a block without an error it writes the index of the files, and last the
+    file STABLE. Methods raise WeightUpdateError for tensors that cannot be read and files that
+    cannot be written.
     """
 
     def __init__(self, directory: Path, max_file_bytes: int) -> None:
@@ -38,7 +38,7 @@ class WeightFiles:
         return self
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor. Gathering a sharded one is a collective."""
+        """Write a tensor. Gathering a sharded tensor is a collective."""
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
         if name in self._names:
@@ -58,9 +58,10 @@ class WeightFiles:
 
 @contextmanager
 def weight_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a new directory, which is removed at the end. Raises WeightUpdateError.
+    """Yield a new directory, which is removed at the end of the block.
 
-    parent: folder of the directory; None takes shared memory, or the system's temporary folder.
+    `parent`: folder of the directory; None takes shared memory, or the system's temporary folder.
+    Raises WeightUpdateError if the directory cannot be created.
     """
     if parent is None:
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -74,6 +75,7 @@ def weight_directory(parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def _named_errors(directory: Path) -> Iterator[None]:
+    """Raise an OSError of the block as a WeightUpdateError that names `directory`."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,7 @@
 """WeightSync: pushes a trainer's weights into the engines of an LLM.
 
-Used by training loops and the training job after each update. The LLM's engines commit the weights.
+Used by users' training loops, the training job and TRLRollouts after each update. The LLM's engines
+commit the weights.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class WeightSync:
         sync.push(policy)  # await sync.apush(policy) for AsyncLLM and ThreadedLLM
 
     An engine in this process copies the trainer's live tensors in place. Engine processes (of
-    AsyncLLM or LLM(use_coordinator=True)) get them by the LLM's `weight_transport`, by default
-    shared memory; subclasses choose another transport. `in_flight`: True commits between two steps
-    while requests run. Otherwise the engines must be paused or suspended.
+    AsyncLLM or LLM(use_coordinator=True)) get the tensors by the LLM's `weight_transport`, by
+    default shared memory; subclasses choose another transport. `in_flight`: True commits between
+    two steps while requests run. Otherwise the engines must be paused or suspended.
     """
 
     # Seconds before each further attempt of a push that failed because an engine disconnected. A
@@ -53,7 +54,7 @@ class WeightSync:
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Commit the weights under `version` (None: the next one above the current).
+        """Commit the weights under `version`. None takes the next version.
 
         `named_parameters`: any source of `full_tensors`: a module (such as a transformers model),
         wrapped or not, whose persistent buffers are part of the update; its `named_parameters()`; a
@@ -63,10 +64,11 @@ class WeightSync:
         push at the same time; a rank without an engine calls `join_push`.
 
         Raises WeightUpdateError, with weights and version unchanged, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one. Other ranks are not
-        left waiting. A push that failed because an engine disconnected is repeated with the
-        remaining engines, after `retry_pauses_s`, unless its tensors can be read only once. Raises
-        ConfigError for an asynchronous LLM, before anything is sent.
+        misshapen or not finite, or if `version` is not above the current one. The source is then
+        read to its end, so that no other rank is left waiting in a collective. A push that failed
+        because an engine disconnected is repeated with the remaining engines, after
+        `retry_pauses_s`, unless its tensors can be read only once. Raises ConfigError for an
+        asynchronous LLM, before anything is sent.
         """
         tensors = weights_of(named_parameters)
         pauses = iter(self.retry_pauses_s)
@@ -94,7 +96,7 @@ class WeightSync:
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Push from a coroutine. See `push`. A synchronous LLM blocks the event loop meanwhile."""
+        """Push from a coroutine, as `push` does. A synchronous LLM blocks the event loop."""
         tensors = await asyncio.to_thread(weights_of, named_parameters)
         pauses = iter(self.retry_pauses_s)
         while True:

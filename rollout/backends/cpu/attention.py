@@ -1,10 +1,11 @@
 """NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
 
-The attention of the CPU backend; writes only the KV cache. Rows that share their first blocks, as
-samples of one prompt do, read them once. A row's result depends neither on that, nor on the other
-rows, nor on the number of threads. Prefill over a bfloat16 cache rounds queries and weights to
-bfloat16 if the processor has dot products of such pairs, unless the backend is deterministic. Other
-dtypes and head dims use the inherited torch path.
+Made by `rollout.backends.cpu.backend`; `rollout.backends.cpu.decoder` uses its limits. Writes only
+the KV cache. Decode reads blocks that several rows share, as samples of one prompt do, only once. A
+row's result depends neither on this, nor on the other rows, nor on the number of threads. Prefill
+over a bfloat16 cache rounds queries and weights to bfloat16 if the processor has dot products of
+bfloat16 pairs, unless the backend is deterministic. Other dtypes and head dims use the inherited
+torch path.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim.
 """
@@ -31,11 +32,11 @@ _MIN_KV_BYTES_PER_THREAD = 1 << 20  # reading them takes 50 us, as much as start
 
 
 class NativePlan(TorchPlan):
-    """Values that all layers of a forward pass share, for the kernels and for the torch path."""
+    """A TorchPlan with the kernels' arguments that all layers of a forward pass share."""
 
     @cached_property
     def args(self) -> AttentionArgs:
-        """Arguments of the kernels; each layer sets its own fields."""
+        """Arguments of the kernels. Each layer sets its own fields before a call."""
         batch = self.batch
         assert batch.query_starts.dtype == batch.context_lens.dtype == np.int32
         return AttentionArgs(
@@ -49,7 +50,7 @@ class NativePlan(TorchPlan):
 
     @cached_property
     def num_decode_tokens(self) -> int:
-        """Number of tokens in the contexts of all decode rows."""
+        """Total number of tokens in the contexts of all decode rows."""
         return int(self.batch.context_lens[: self.batch.num_decode_rows].sum())
 
 
@@ -64,7 +65,7 @@ class NativePagedAttention(TorchSdpaAttention):
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with a NativePlan."""
+        """Return the batch with a new NativePlan as its `plan`."""
         return replace(batch, plan=NativePlan(batch))
 
     def attend(
@@ -77,7 +78,8 @@ class NativePagedAttention(TorchSdpaAttention):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Write K and V at their slots, then attend causally; [T, H, D]."""
+        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Returns
+        [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
@@ -95,7 +97,7 @@ class NativePagedAttention(TorchSdpaAttention):
             self._decode(args, num_decode, batch.plan.num_decode_tokens * token_bytes)
         if num_rows > num_decode:
             self._prefill(args, num_decode, num_rows)
-        # If V is a part of K, the kernels have also summed K's other dims.
+        # If V is a part of K, the kernels have also summed K's other dims, which are cut off here.
         return out_THD if cache.shape[2] == 2 else out_THD[..., : v_TGD.shape[2]]
 
     def _decode(self, args: AttentionArgs, num_rows: int, kv_bytes: int) -> None:
@@ -128,7 +130,7 @@ def set_tensors(
     out_THD: Tensor,
     cache: Tensor,
 ) -> None:
-    """Set the addresses and sizes of a layer's tensors, which must outlive `args`."""
+    """Set addresses and sizes of a layer's tensors in `args`. The tensors must outlive `args`."""
     args.out, args.cache = out_THD.data_ptr(), cache.data_ptr()
     args.q, args.k, args.v = q_THD.data_ptr(), k_TGD.data_ptr(), v_TGD.data_ptr()
     args.q_stride, args.k_stride, args.v_stride = q_THD.stride(0), k_TGD.stride(0), v_TGD.stride(0)
@@ -139,17 +141,15 @@ def set_tensors(
 
 
 def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | None) -> None:
-    """Set scale, window, softcap and sinks. `sinks_H`, float32, must outlive `args`."""
+    """Set scale, window, softcap and sinks in `args`. `sinks_H`, float32, must outlive `args`."""
     args.window, args.softcap = traits.window or 0, traits.softcap or 0.0
     args.sinks = None if sinks_H is None else sinks_H.data_ptr()
     args.scale = traits.scale_of(args.dim)
 
 
 def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
-    """Return the kernel unit that prefill uses for each cache dtype.
-
-    If `deterministic`, it is decode's unit, so that both give the same bits.
-    """
+    """Return which kernel unit prefill uses for each cache dtype: VECTORS or DOT. If
+    `deterministic`, it is VECTORS as in decode, so that both give the same bits."""
     has_pairs = not deterministic and kernels.dot_is_usable()
     return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
 

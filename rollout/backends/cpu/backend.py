@@ -1,6 +1,7 @@
 """cpu_backend: put the parts of the CPU backend together.
 
-Called by `create_backend`, and by weight transfers that need CPU operations for fingerprints.
+Called by `rollout.backends.select`, and for CPU operations that compute fingerprints by
+`rollout.weights.fingerprints` and `rollout.weights.transports.reading`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def cpu_backend(
 ) -> Backend:
     """Return a Backend on CPU, with compiled kernels if the machine can compile them.
 
-    `memory_kind` is "device" or "reserved". `deterministic`: a token's logits and log-probs do not
-    depend on the schedule; raises ConfigError without compiled kernels.
+    `memory_kind`: "device" or "reserved". `deterministic`: a token's logits and log-probs must not
+    depend on the schedule. Raises ConfigError if it is True and there are no compiled kernels, or
+    if "reserved" is not supported.
     """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()

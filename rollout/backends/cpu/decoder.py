@@ -1,6 +1,7 @@
 """NativeDecoder: a decoder's forward pass as one call of the compiled kernels (native/decoder.c).
 
-`CausalLM.forward` calls `run`, which writes only the KV cache. Weights and KV are float32 or
+Made by `native_decoder`, which `rollout.backends.cpu.backend` gives the Backend as `fuse_decoder`;
+`rollout.models.causal_lm` runs it. A pass writes only the KV cache. Weights and KV are float32 or
 bfloat16; activations are float32.
 
 Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
@@ -44,13 +45,13 @@ _ADD_UP = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 
 
 class GroupSums:
-    """Lets the compiled decoder sum over the ranks of a group between its phases."""
+    """A function that the compiled decoder calls to sum over the ranks, between its phases."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._room: Tensor | None = None
         self._failure: BaseException | None = None
-        self._function = _ADD_UP(self._add_up)  # C has only its address
+        self._function = _ADD_UP(self._add_up)  # kept alive here: C has only its address
 
     @property
     def address(self) -> int:
@@ -59,7 +60,8 @@ class GroupSums:
 
     @contextmanager
     def within(self, room: Tensor) -> Iterator[None]:
-        """Allow sums of floats in `room` while entered. At the end, raise an error of a sum."""
+        """Return a context in which C may sum floats of the buffer `room`. At its end, raises an
+        error of a sum."""
         self._room, self._failure = room, None
         yield
         self._room = None
@@ -67,10 +69,8 @@ class GroupSums:
             raise self._failure
 
     def _add_up(self, _context: int | None, address: int, count: int) -> None:
-        """Sum `count` floats at `address` over the ranks, in place.
-
-        C cannot pass an exception on: it is kept for `within`, and later sums are skipped.
-        """
+        """Sum `count` floats at `address` over the ranks, in place. C cannot propagate an
+        exception. It is kept for `within`, and later sums are skipped."""
         assert self._room is not None
         try:
             if self._failure is None:
@@ -83,16 +83,14 @@ class GroupSums:
 class NativeDecoder:
     """Implements `FusedDecoder` for passes in which all weights use one compiled product.
 
-    Addresses of weights and caches are collected at the first pass, and again when they change.
+    Keeps the addresses of weights and caches, and collects them again when they change.
     """
 
     def __init__(
         self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
     ) -> None:
-        """`deterministic`: every pass must run here.
-
-        Raises ConfigError then if the kernels do not support the decoder.
-        """
+        """`deterministic`: every pass must run here. Raises ConfigError if it is True and the
+        kernels do not support the decoder."""
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
         is_supported = _is_supported(parts)
@@ -110,13 +108,14 @@ class NativeDecoder:
         self._decoder = DecoderArgs()
         self._floats: list[Tensor] = []  # float32 copies of norms and biases
         self._seen: Any = None
-        self._products: Mapping[int, NativeProduct] = {}  # by bucket, for those that run here
+        self._products: Mapping[int, NativeProduct] = {}  # by bucket; only buckets that run here
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
-        """Return final-normed hidden states of the kept tokens, [L, E], in the model's dtype.
+        """Return the hidden states of the kept tokens after the final norm, [L, E], in the model's
+        dtype.
 
-        Returns None without doing anything if the kernels do not support the dtype or the sizes, or
-        if another product was chosen for this number of rows.
+        Returns None, and does nothing, if the kernels do not support the dtype or the sizes, or if
+        another product was chosen for this number of rows.
         """
         generation = sum([handle.generation for handle in self.handles])
         addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
@@ -136,7 +135,8 @@ class NativeDecoder:
         return out_LE if dtype == torch.float32 else out_LE.to(dtype)
 
     def explain(self) -> str:
-        """Return a text such as "for 1 to 64 rows; for others the layers run one by one, ..."."""
+        """Return which numbers of rows run here, such as "for 1 to 64 rows; for others the layers
+        run one by one, ..."."""
         if not self.handles:
             return f"never: the compiled kernels need {_what_is_supported(self._parts)}"
         buckets = self._find_products().keys()
@@ -148,10 +148,8 @@ class NativeDecoder:
         return f"for {_rows_of(buckets)} rows; for others {others}"
 
     def _find_products(self) -> dict[int, NativeProduct]:
-        """Return, by bucket, the compiled product that all weights use.
-
-        A weight has one packed copy, which all these products share.
-        """
+        """Return, by bucket, the compiled product that all weights use. Buckets without such a
+        product are missing. All these products share the weights' packed copies."""
         products = {}
         for bucket in range(len(BUCKETS)):
             serving = {handle.products[bucket] for handle in self.handles}
@@ -161,7 +159,7 @@ class NativeDecoder:
         return products
 
     def _collect(self, tables: Sequence[tuple[Tensor, Tensor]], caches: Sequence[Tensor]) -> None:
-        """Collect the buckets that the kernels can run, and the addresses of all tensors."""
+        """Collect the products of the buckets that the kernels can run, and all addresses."""
         parts = self._parts
         self._products = self._find_products()
         if not all(cache.dtype in TYPES for cache in caches):
@@ -184,7 +182,7 @@ class NativeDecoder:
         )
 
     def _share_args(self) -> tuple[int | None, ...]:
-        """Return the last fields of DecoderArgs, which describe the group."""
+        """Return the last fields of DecoderArgs, which describe this rank's share."""
         share = self._parts.share
         if share is None or self._sums is None:
             return None, None, 0, _MAX_IDS, 0, 0, 0
@@ -194,7 +192,7 @@ class NativeDecoder:
     def _collect_layer(
         self, args: LayerArgs, layer: DecoderLayerParts, tables: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        """Fill in the fields of a layer, except its cache."""
+        """Set the fields of `args`, except the layer's cache."""
         args.attention_norm, args.attention_after = map(self._norm, layer.attention_norms_E)
         args.mlp_norm, args.mlp_after = map(self._norm, layer.mlp_norms_E)
         is_reordered = layer.order_D is not None and not layer.has_whole_norms
@@ -210,7 +208,8 @@ class NativeDecoder:
         args.is_parallel, args.has_whole_norms = layer.is_parallel, layer.has_whole_norms
 
     def _norm(self, weight: Tensor | None, order_D: Tensor | None = None) -> int | None:
-        """Return the address of a norm's weight with its offset, reordered; None for None."""
+        """Return the address of a norm's weight with its offset, in float32 and in the order
+        `order_D` if given. Returns None for None."""
         if weight is None or (not self._parts.norm_offset and order_D is None):
             return self._float(weight)
         values = weight.detach().float() + self._parts.norm_offset
@@ -218,12 +217,13 @@ class NativeDecoder:
         return self._floats[-1].data_ptr()
 
     def _float(self, values: Tensor | None) -> int | None:
-        """Return the address of these values in float32; None for None."""
+        """Return the address of `values` in float32, or of a copy in float32. Returns None for
+        None."""
         if values is None:
             return None
         if values.dtype != torch.float32:
             values = values.detach().float()
-            self._floats.append(values)  # only copies: the model's own memory may be released
+            self._floats.append(values)  # not the model's own memory, which must stay releasable
         return values.data_ptr()
 
     def _weight(self, handle: LinearHandle) -> WeightArgs:
@@ -271,11 +271,8 @@ class NativeDecoder:
             self._kernels.decoder_forward(addressof(self._decoder), addressof(args))
 
     def _room_sizes(self, num_tokens: int, num_kept: int) -> tuple[int, ...]:
-        """Return the number of floats in each work buffer of a pass.
-
-        These are residual, normed, fused heads, widest activations, a branch's output and sums of
-        squares.
-        """
+        """Return the number of floats in each work buffer of a pass: residual, normed, fused heads,
+        widest activations, a branch's output, and sums of squares."""
         parts = self._parts
         hidden_size = _hidden_size(parts)
         heads_size = parts.num_heads * parts.head_dim
@@ -295,9 +292,10 @@ class NativeDecoder:
 def native_decoder(
     kernels: Kernels, parts: DecoderParts | None, *, deterministic: bool = False
 ) -> NativeDecoder | None:
-    """Return a decoder of these parts; None for a model without parts, whose layers run one by one.
+    """Return a decoder of these parts; None if `parts` is None, for a model whose layers must run
+    one by one.
 
-    Raises ConfigError if `deterministic` and the model, or the kernels, cannot be so.
+    Raises ConfigError if `deterministic` is True and no pass, or not every pass, can run fused.
     """
     if parts is not None:
         return NativeDecoder(kernels, parts, deterministic=deterministic)
@@ -334,9 +332,7 @@ def _rows_of(buckets: Collection[int]) -> str:
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
     """Return whether branches need a buffer of their own before they are added to the residual.
-
-    They do if an output is normed, scaled, or summed with another branch or over the group.
-    """
+    They do if an output is normed, scaled, or summed with another branch or over the ranks."""
     return (
         parts.residual_multiplier != 1.0
         or parts.share is not None

@@ -1,7 +1,7 @@
 """Mixture-of-experts layers by the compiled CPU kernel, for float32 or bfloat16 weights.
 
-Used by `NativeOps.experts`. The kernel computes in float32. A token's result depends neither on the
-other tokens of the batch nor on the number of threads.
+Used by `rollout.backends.cpu.ops`. The kernel computes in float32. A token's result depends neither
+on the other tokens of the batch nor on the number of threads.
 Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
 experts, E hidden size, F expert size, G = 2 F.
 """
@@ -17,17 +17,17 @@ from rollout.backends.base import ExpertWeights
 from rollout.backends.cpu.kernels import TYPES, ExpertsArgs, Kernels
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}  # enum activation of experts.c
-WIDEST = 0
+WIDEST = 0  # value of `lanes` for the machine's widest vectors
 
-_ROWS = 8  # rows of a weight matrix that the kernel multiplies at a time
+_ROWS = 8  # rows of a weight matrix that the kernel multiplies at once
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def can_run(experts: ExpertWeights) -> bool:
     """Return whether the kernel supports these weights.
 
-    It needs contiguous CPU tensors of float32 or bfloat16, sizes that are multiples of 8, and an
-    activation in ACTIVATIONS.
+    It needs contiguous CPU tensors of one dtype, float32 or bfloat16, sizes that are multiples of
+    8, and an activation in ACTIVATIONS.
     """
     dtype = experts.down_NEF.dtype
     _, hidden_size, expert_size = experts.down_NEF.shape
@@ -52,10 +52,8 @@ def run_experts(
     *,
     lanes: int = WIDEST,
 ) -> Tensor:
-    """Do as `Ops.experts` does, for weights that `can_run` accepts.
-
-    `lanes`: 8 for vectors of 256 bits, WIDEST for the machine's widest vectors.
-    """
+    """Return each token's weighted sum over its experts, as `Ops.experts` does. `can_run` must
+    accept the weights. `lanes`: 8 for vectors of 256 bits, or WIDEST."""
     num_experts, hidden_size, expert_size = experts.down_NEF.shape
     (num_tokens, per_token), num_assignments = ids_TK.shape, ids_TK.numel()
     x_f32_TE, ids_TK = x_TE.float().contiguous(), ids_TK.contiguous()

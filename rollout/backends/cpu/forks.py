@@ -1,8 +1,9 @@
 """Fork handlers, so that torch works in children of os.fork.
 
-`create_backend` registers them. A child has its parent's memory but not its threads. GNU's OpenMP
-would wait for the missing threads forever at the child's first parallel operation of torch; LLVM's
-and Intel's OpenMP handle forks themselves. Pools of Python threads are replaced in `Kernels.split`.
+`rollout.backends.select` registers them, for the whole process. A child has its parent's memory but
+not its threads. GNU's OpenMP would wait for the missing threads forever at the child's first
+parallel operation of torch; LLVM's and Intel's OpenMP handle forks themselves. `Kernels.split`
+replaces its pool of Python threads in a child.
 """
 
 from __future__ import annotations
@@ -16,28 +17,26 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_HARD = 2  # omp_pause_hard: end all threads
+_HARD = 2  # omp_pause_hard, which ends all threads
 
 
 @cache
 def prepare_for_forks() -> None:
-    """Register fork handlers so that forked children can use torch. Later calls are no-ops."""
+    """Register fork handlers so that forked children can use torch. Later calls do nothing."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_end_openmp_threads, after_in_child=_use_one_thread_if_stuck)
 
 
 def _end_openmp_threads() -> None:
-    """Before a fork, end the threads of GNU's OpenMP; the next parallel operation starts new ones.
-
-    Parent and child then each start their own. Takes 0.1 ms. GCC before version 9 lacks the call.
-    """
+    """End the threads of GNU's OpenMP before a fork. Parent and child start new threads at their
+    next parallel operation. Takes 0.1 ms. GCC before version 9 lacks the call."""
     library = ctypes.CDLL(None)
     if _is_gnu(library) and hasattr(library, "omp_pause_resource_all"):
         library.omp_pause_resource_all(_HARD)
 
 
 def _use_one_thread_if_stuck() -> None:
-    """In a child whose parent could not end its OpenMP threads, make torch use one thread."""
+    """Make torch use one thread, in a child whose parent could not end its OpenMP threads."""
     library = ctypes.CDLL(None)
     if not _is_gnu(library) or hasattr(library, "omp_pause_resource_all"):
         return

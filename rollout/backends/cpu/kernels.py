@@ -1,6 +1,7 @@
 """Kernels: the functions of the compiled library with their types, and work split over threads.
 
-Used by all of the CPU backend that calls C. The structures must match the C structs field by field.
+Used by all modules of `rollout.backends.cpu` that call C. The structures must match the C structs
+field by field.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # first enum of vectors.h
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the enum FLOAT32, BFLOAT16 of vectors.h
 VECTORS, DOT, AMX = range(3)  # enum unit of vectors.h
 
 _CACHE_LINE = 64
@@ -154,7 +155,8 @@ class ScoringArgs(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of the compiled library, as attributes. Calls release the GIL."""
+    """The functions of the compiled library, as attributes of _SIGNATURES' names. Calls release the
+    GIL. Keeps a pool of Python threads, made at the first `split` that needs it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
@@ -177,10 +179,10 @@ class Kernels:
         smallest: int = 1,
         scratch_bytes: int = 0,
     ) -> None:
-        """Call part(args, scratch, first, last) over [0, num_items), on up to torch's threads.
+        """Call part(args, scratch, first, last) over the items [0, num_items), on OpenMP threads.
 
-        `part` is a function of the library with these arguments. Each thread gets at least
-        `smallest` items, and `scratch_bytes` of its own.
+        `part`: a function of the library with these arguments. There are at most as many threads as
+        torch uses. Each gets at least `smallest` items, and a scratch buffer of `scratch_bytes`.
         """
         num_threads = max(1, min(torch.get_num_threads(), num_items // smallest))
         scratch_bytes = -(-scratch_bytes // _CACHE_LINE) * _CACHE_LINE
@@ -193,10 +195,9 @@ class Kernels:
             self.run_parts(function, *pointers, scratch_bytes, num_items, num_threads)
 
     def split(self, num_items: int, work: Callable[[int, int], None], smallest: int = 1) -> None:
-        """Call Python's work(first, last) over [0, num_items), on up to torch's threads.
-
-        Each part has at least `smallest` items, since starting one on another thread costs 50 us.
-        """
+        """Call the Python function work(first, last) over the items [0, num_items), on at most as
+        many threads as torch uses. Each gets at least `smallest` items, because a part on another
+        thread costs 50 us."""
         num_threads = torch.get_num_threads()
         num_parts = 1 if num_threads == 1 else min(num_threads, num_items // smallest)
         if num_parts <= 1:

@@ -1,9 +1,10 @@
 """The compiled CPU kernels: choose a library that a wheel brings, or compile one, and load it.
 
-`cpu_backend` calls `load_library`, which logs the library and why it was chosen. A wheel has a
-library for each of `TARGETS`. Where none fits, the system's compiler builds one at first use, which
-is kept in the user's cache directory. The kernels are plain C and know nothing of Python or torch;
-a wheel's libraries only take OpenMP from torch, which has loaded it.
+`rollout.backends.cpu.backend` calls `load_library`, which logs the library and why it was chosen. A
+wheel has a library for each of `TARGETS`. Where none fits, the system's compiler builds one at
+first use. It is written to the user's cache directory, and read from there afterwards. The kernels
+are plain C and use nothing of Python or torch; a wheel's libraries take OpenMP from torch, which
+has loaded it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rollout.backends.cpu.user_cache import private_folder
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ROLLOUT_NATIVE"  # "0" turns the kernels off
+SWITCH = "ROLLOUT_NATIVE"  # environment variable; "0" turns the kernels off
 FOLDER = Path(__file__).parent / "native"  # of the sources, and of a wheel's libraries
 _CPU_INFO = Path("/proc/cpuinfo")
 # No -ffast-math: the kernels distinguish NaN and infinity. Vectors and fused multiply-adds are
@@ -144,9 +145,9 @@ def build_bundled(folder: Path, compiler: str) -> Iterator[Path]:
 
 
 def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
-    """Return the kernels compiled for this machine, at the first call or before; None if off.
+    """Return the kernels that the system's compiler has built for this machine; None if it fails.
 
-    `why` no library of a wheel is loaded.
+    `why`: the reason that no library of a wheel is loaded, for the log.
     """
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
@@ -168,12 +169,13 @@ def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
 
 
 def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
-    """Return the shared object for these sources, compiler, flags and CPU; whether it is new."""
+    """Return the path of the shared object for these sources, compiler, flags and CPU, and whether
+    it was compiled now."""
     flags = (*_FLAGS, *_HERE)
     path = private_folder("native") / f"{_digest(folder, compiler, *flags, *_cpu_identity())}.so"
     if path.exists():
         return path, False
-    # Compiled to another name and then renamed: other processes see all of it or nothing.
+    # Compile to another name, then rename: other processes see a whole file or none.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
     command = [compiler, *flags, "-shared", *map(str, _sources(folder)), "-o", unfinished, "-lm"]
@@ -181,7 +183,8 @@ def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
         try:
             _run([*command, "-fopenmp"], timeout=_COMPILE_TIMEOUT_S)
         except subprocess.CalledProcessError:
-            # The compiler lacks OpenMP: `decoder.c` and `exchange` use one thread.
+            # The compiler lacks OpenMP. Kernels then run on one thread, except where Python splits
+            # the work.
             _run(command, timeout=_COMPILE_TIMEOUT_S)
         os.replace(unfinished, path)
     finally:
@@ -214,10 +217,8 @@ def _cpu_lines() -> list[str]:
 
 
 def _cpu_identity() -> list[str]:
-    """Return lines that identify the CPU type, on which -march=native depends.
-
-    They are part of the digest, since different machines may share a home folder.
-    """
+    """Return lines that identify the CPU type, on which -march=native depends. They are part of the
+    digest, because different machines may share a home folder."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     lines = [line for line in _cpu_lines() if line.split("\t")[0].strip() in names]
     return lines or [platform.machine() + platform.processor()]

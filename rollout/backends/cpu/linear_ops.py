@@ -1,6 +1,7 @@
 """CpuOps: the reference operations, with matrix products chosen for this machine.
 
-The operations of the CPU backend without compiled kernels, and the base of NativeOps.
+Used by `rollout.backends.cpu.backend` if there are no compiled kernels, and by
+`rollout.backends.cpu.ops` as the base of NativeOps.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -39,14 +40,14 @@ class CpuOps(TorchOps):
     """Implements `Ops` on CPU."""
 
     def __init__(self, rule: ProductRule | None = None) -> None:
-        """`rule`: by default what `rule_of_environment` returns without kernels."""
+        """`rule`: chooses products; None for `rule_of_environment()`, without compiled kernels."""
         self._rule = rule_of_environment() if rule is None else rule
         self._explained: dict[str, str] = {}  # products in use, by the weight's shape and dtype
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
-        """Return a handle with torch's product; `choose_products` replaces it."""
+        """Return a handle with torch's product, which `choose_products` may replace."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
     def choose_products(
@@ -60,13 +61,13 @@ class CpuOps(TorchOps):
             products = self._rule.products_for(handle.weight_NK)
             self._explain(handle.weight_NK, "", [product.name for product in products])
             handle.use(products)
-        trim_heap()  # reordering has freed many small tensors
+        trim_heap()  # packing has freed many small tensors
         logger.info("products: %s", "; ".join(self.explain().splitlines()))
         if fused is not None:
             logger.info("forward passes in one call: %s", fused.explain())
 
     def explain(self) -> str:
-        """Return the products in use: one line for each shape and dtype of weights."""
+        """Describe the products in use, one line for each shape and dtype of weights."""
         return "\n".join(f"{key}: {products}" for key, products in self._explained.items())
 
     def _explain(self, weight: Tensor, suffix: str, names: Sequence[str]) -> None:
@@ -79,31 +80,33 @@ class CpuOps(TorchOps):
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
     def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:
-        """Return a packed copy of the new weight; None if the handle has no packed copy."""
+        """Return a packed copy of the new weight, whose rows are `parts`; None if the handle's
+        products pack nothing."""
         if handle.packing is None:
             return None
         cast = [part.detach().to(handle.weight_NK.dtype) for part in parts]
         return handle.packing.pack(torch.cat(cast) if len(cast) > 1 else cast[0])
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:
-        """Use the staged packed copy, or pack again, after the weight was changed in place."""
+        """Use the packed copy `staged`, or pack the weight again. See `LinearHandle.refresh`."""
         handle.refresh(staged)
 
     def repacked(self, handle: LinearHandle) -> RepackedWeight | None:
-        """Return the weight in panels, if it is packed in its own memory; else None."""
+        """Return access to the weight if it is repacked in its memory; else None."""
         return handle.packed if handle.is_repacked else None
 
     def release(self, handle: LinearHandle) -> None:
-        """Drop the packed copy; torch's product serves until `refresh`."""
+        """Drop the packed copy. Torch's product is used until `refresh`."""
         handle.release()
 
     def packed(self, handle: LinearHandle) -> Any:
-        """Return the packed copy if it can be unpacked, else None. `refresh` never writes to it."""
+        """Return the packed copy; None if it cannot be unpacked or the weight is repacked.
+        `refresh` never writes to it."""
         packing = None if handle.is_repacked else handle.packing
         return handle.packed if packing is not None and packing.unpacks else None
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the weight of a packed copy, which has the same numbers in another order."""
+        """Return the weight, [N, K], of a packed copy. It has the same numbers in another order."""
         weight_NK: Tensor = packed.to_dense()
         return weight_NK
 
@@ -111,10 +114,11 @@ class CpuOps(TorchOps):
 def rule_of_environment(
     kernels: Kernels | None = None, *, native_only: bool = False
 ) -> ProductRule:
-    """Return the rule that ROLLOUT_TUNE asks for.
+    """Return the rule that the environment variable ROLLOUT_TUNE asks for.
 
-    `native_only` forces the compiled product by vectors, whose results do not depend on the batch.
-    Raises ConfigError if the environment forces another product.
+    `kernels`: the compiled kernels; None for a rule without them. `native_only` forces the compiled
+    product by vectors, whose results do not depend on the batch. Raises ConfigError if the
+    environment then forces another product, or names an unknown one.
     """
     switch = os.environ.get(SWITCH, "1")
     if native_only and not switch.startswith("native"):

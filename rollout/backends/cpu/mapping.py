@@ -1,8 +1,10 @@
 """Private anonymous mappings as tensors: host memory that can be returned to the system.
 
-Used by the memory kinds, host arenas and packed weights. malloc caches freed blocks below its mmap
-threshold, which grows up to 32 MiB, so torch's own CPU tensors may not be returned. The system
-fills a mapping's pages with zeros at their first touch.
+Used by `rollout.backends.cpu.memory`, `rollout.backends.cpu.native_weight` and
+`rollout.backends.cuda.pinned_host` for memory, by `rollout.backends.cpu.residency` to ask whether
+pages can be freed, and by `rollout.backends.cpu.linear_ops` and `rollout.weights.served` to trim
+the heap. malloc keeps freed blocks below its mmap threshold, which grows up to 32 MiB, so memory of
+torch's own CPU tensors may not return to the system. A mapping's pages are zero at first.
 """
 
 from __future__ import annotations
@@ -22,25 +24,23 @@ _HUGE_PAGE = 2 << 20
 
 
 def frees_pages_in_place() -> bool:
-    """Return whether madvise frees pages at once and they then read as zero, as on Linux."""
+    """Return whether madvise frees pages at once, which then read as zero. True on Linux alone."""
     return hasattr(mmap, "MADV_DONTDUMP")  # only Linux has it
 
 
 class Mapping(NamedTuple):
-    """A mapping, and the flat uint8 tensor over its bytes from `start` on.
+    """A mapping `region`, and the flat uint8 `tensor` over its bytes from `start` on.
 
-    It is unmapped with its last tensor. At least one unused page lies on both sides of the tensor.
+    It is unmapped with its last tensor. At least one unused page lies on each side of `tensor`.
     """
 
     region: mmap.mmap
     start: int
     tensor: Tensor
 
-    def give_back(self, start: int, end: int) -> int:
-        """Free the whole pages in the tensor's bytes [start, end); they then read as zero.
-
-        Returns bytes freed, 0 if the system cannot free pages in place.
-        """
+    def free_pages(self, start: int, end: int) -> int:
+        """Free the whole pages in the tensor's bytes [start, end), which then read as zero. Returns
+        the number of bytes freed; 0 if the system cannot free pages in place."""
         if not frees_pages_in_place():
             return 0
         first = _round_up(start, mmap.PAGESIZE)
@@ -52,11 +52,12 @@ class Mapping(NamedTuple):
 
 
 def map_bytes(name: str, num_bytes: int) -> Mapping:
-    """Return a new zero-filled mapping. Raises ConfigError with the buffer's name if refused."""
+    """Return a new zero-filled mapping for the buffer `name`. Raises ConfigError if the system
+    refuses the memory."""
     length = _round_up(num_bytes, mmap.PAGESIZE)
     slack = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 0
     try:
-        # Not the default MAP_SHARED: its pages survive MADV_DONTNEED.
+        # MAP_PRIVATE, because pages of the default MAP_SHARED survive MADV_DONTNEED.
         region = mmap.mmap(
             -1, length + slack + 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
@@ -68,7 +69,7 @@ def map_bytes(name: str, num_bytes: int) -> Mapping:
     address, alignment = whole.data_ptr(), _HUGE_PAGE if slack else mmap.PAGESIZE
     start = _round_up(address + mmap.PAGESIZE, alignment) - address
     if frees_pages_in_place():
-        # Linux merges neighbours with equal flags, and would report the memory of both as one.
+        # Linux merges neighbouring mappings with equal flags, and would report both as one.
         region.madvise(mmap.MADV_DONTDUMP, 0, start)
         region.madvise(mmap.MADV_DONTDUMP, start + length)
     if slack:
@@ -92,10 +93,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def trim_heap() -> None:
-    """Return the heap's free pages to the system, such as torch's freed packed weights.
-
-    No-op if the C library has no malloc_trim.
-    """
+    """Return the heap's free pages, such as those of freed packed weights, to the system. Does
+    nothing if the C library has no malloc_trim."""
     trim = _malloc_trim()
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -1,6 +1,7 @@
 """The CPU's memory kinds "device" and "reserved", and its arena for offloaded bytes.
 
-Used by the KV cache and weight memory through the protocols of buffers.py.
+Made by `rollout.backends.cpu.backend`. The KV cache and weight memory use them through the
+protocols of `rollout.backends.buffers`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rollout.errors import ConfigError
 class DeviceMemory:
     """Implements `MemoryBackend` with a new mapping for each allocation.
 
-    The system gets a released buffer's memory once the caller has dropped its views as well.
+    The system gets a released buffer's memory back once the caller has dropped all its views.
     """
 
     has_stable_addresses = False
@@ -36,7 +37,7 @@ class DeviceMemory:
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns its bytes, 0 if it was released already."""
+        """Drop the buffer. Returns its bytes; 0 if it was released already."""
         if self._tensors.pop(name, None) is None:
             return 0
         trim_heap()
@@ -46,7 +47,8 @@ class DeviceMemory:
         """No-op: `release` already returned the memory."""
 
     def restore(self, name: str) -> Tensor:
-        """Return the buffer, allocated again if it was released; its address may differ."""
+        """Return the buffer. If it was released, allocates a new one, zero-filled, whose address
+        may differ."""
         if name not in self._tensors:
             self._tensors[name] = map_bytes(name, self._num_bytes[name]).tensor
         return self._tensors[name]
@@ -55,14 +57,14 @@ class DeviceMemory:
 class ReservedMemory:
     """Implements `MemoryBackend` with one mapping per buffer for the buffer's whole life.
 
-    Release returns all pages to the system with madvise(MADV_DONTNEED). Views stay valid and read
-    as zero; a page gets memory again when it is touched.
+    `release` returns all pages to the system with madvise(MADV_DONTNEED). Views stay valid and read
+    as zero. A page gets memory again when it is touched.
     """
 
     has_stable_addresses = True
 
     def __init__(self) -> None:
-        """Raises ConfigError unless the system can free pages and keep their addresses."""
+        """Raise ConfigError unless the system can free pages and keep their addresses."""
         if not frees_pages_in_place():
             raise ConfigError(
                 "memory_kind='reserved' needs Linux, whose madvise frees pages and keeps their "
@@ -81,9 +83,10 @@ class ReservedMemory:
         return self._mappings[name].tensor
 
     def release(self, name: str) -> int:
-        """Return the buffer's pages to the system. Returns its bytes, touched or not."""
+        """Return the buffer's pages to the system. Returns the buffer's bytes, whether they had
+        memory or not."""
         mapping = self._mappings[name]
-        num_bytes = mapping.give_back(0, mapping.tensor.numel())
+        num_bytes = mapping.free_pages(0, mapping.tensor.numel())
         trim_heap()
         return num_bytes
 
@@ -91,7 +94,7 @@ class ReservedMemory:
         """No-op: `release` already returned the memory."""
 
     def restore(self, name: str) -> Tensor:
-        """Return the same tensor; its pages get memory as they are touched."""
+        """Return the same tensor. Its pages get memory when they are touched."""
         return self._mappings[name].tensor
 
 
@@ -102,10 +105,8 @@ class MappedHostArena:
         self._mapping: Mapping | None = None
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 view of exactly `num_bytes`. Growing discards earlier contents.
-
-        Raises ConfigError if memory is short.
-        """
+        """Return a flat uint8 view of the first `num_bytes`. Growing the arena loses its contents.
+        Raises ConfigError if memory is short."""
         if num_bytes > self.num_bytes or self._mapping is None:
             self._mapping = None  # unmap first, so that the two never exist together
             self._mapping = map_bytes("host arena", num_bytes)
@@ -113,15 +114,16 @@ class MappedHostArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes the arena can hold without growing."""
+        """Number of bytes that the arena can hold without growing."""
         return 0 if self._mapping is None else self._mapping.tensor.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the whole pages in bytes [start, end); contents are lost. Returns bytes freed."""
-        return 0 if self._mapping is None else self._mapping.give_back(start, end)
+        """Free the whole pages in bytes [start, end); their contents are lost. Returns the number
+        of bytes freed."""
+        return 0 if self._mapping is None else self._mapping.free_pages(start, end)
 
     def release(self) -> int:
-        """Free the arena. Returns bytes freed."""
+        """Free the arena, whose memory goes with its last view. Returns its number of bytes."""
         num_bytes = self.num_bytes
         self._mapping = None
         return num_bytes

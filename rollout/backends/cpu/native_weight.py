@@ -1,6 +1,7 @@
 """NativeWeight: a weight in the compiled kernels' layout, which only reorders the numbers.
 
-Made by NativeProduct; read and written by weight slots, and swapped by weight updates.
+Made by NativeProduct in `rollout.backends.cpu.products`. Weight slots read and write it, and weight
+updates swap it, through `RepackedWeight` of `rollout.backends.base`.
 
 Shape letters: N out features, K in features, P panels, W out features of a panel, R rows, T tokens.
 """
@@ -18,14 +19,14 @@ from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.mapping import map_bytes
 
 _MIN_WEIGHTS_PER_THREAD = 1 << 17
-_REORDERED_AT_ONCE = 1 << 18  # numbers that are copied at a time to reorder in place
+_REORDERED_AT_ONCE = 1 << 18  # numbers that are copied at once to reorder in place
 
 
 class NativeWeight:
-    """P panels of W outputs, each with its K inputs; W is the floats of two vectors.
+    """A weight in P panels, each with all K inputs of W outputs. W is the floats of two vectors.
 
-    `panels_PKW` is a copy, or the weight's own memory, reordered: then this implements
-    `RepackedWeight`.
+    `panels_PKW` is a packed copy, or the weight's own memory in packed order. In the second case
+    this object is the weight's `RepackedWeight`.
     """
 
     __slots__ = (
@@ -37,7 +38,7 @@ class NativeWeight:
         self._kernels = kernels
         self._num_exchanges = c_int64(0)
         self.panels_PKW, self.num_outputs = panels_PKW, num_outputs
-        self.sizes_PKW = tuple(panels_PKW.shape)  # also known while the memory is released
+        self.sizes_PKW = tuple(panels_PKW.shape)  # valid also while the memory is released
         _, num_inputs, width = self.sizes_PKW
         self.min_panels_per_thread = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
 
@@ -54,7 +55,8 @@ class NativeWeight:
 
     @classmethod
     def in_place_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
-        """Reorder the memory of a weight whose rows fill panels; the tensor gets their shape."""
+        """Reorder a weight in its own memory, and give its tensor the shape of panels. The rows
+        must fill whole panels."""
         num_outputs, num_inputs = weight_NK.shape
         rows_NK = weight_NK.detach()
         weight_NK.data = rows_NK.view(-1, num_inputs, 2 * lanes)
@@ -74,7 +76,7 @@ class NativeWeight:
         return self.panels_PKW.dtype
 
     def address(self, row: int) -> int:
-        """Return the address of this row's first number, 0 while the memory is released."""
+        """Return the address of the row's first number; 0 while the memory is released."""
         _, num_inputs, width = self.sizes_PKW
         position = row // width * width * num_inputs + row % width
         address = self.panels_PKW.data_ptr()
@@ -89,7 +91,7 @@ class NativeWeight:
         return rows_RK[start - first : end - first]
 
     def write(self, values_RK: Tensor, start: int = 0) -> None:
-        """Replace the rows from `start` on, casting them."""
+        """Replace the rows from `start` on by `values_RK`, cast to the weight's dtype."""
         end = start + len(values_RK)
         first, last = self._panels(start, end)
         if start == first and (end == last or end == self.num_outputs):
@@ -117,12 +119,12 @@ class NativeWeight:
         )
 
     def undo(self, staged: NativeWeight) -> None:
-        """Undo `exchange(staged)`; no-op if it did not run."""
+        """Undo `exchange(staged)`. Does nothing if it did not run."""
         if staged._num_exchanges.value % 2:
             self.exchange(staged)
 
     def unpack(self) -> None:
-        """Undo `in_place_of`: restore the order and the shape of rows."""
+        """Undo `in_place_of`: restore the plain order of rows and the tensor's shape [N, K]."""
         rows_NK = self.panels_PKW.detach().view(self.shape)
         for start in range(0, self.num_outputs, self._rows_at_once()):
             end = min(start + self._rows_at_once(), self.num_outputs)
@@ -134,12 +136,13 @@ class NativeWeight:
         return max(1, _REORDERED_AT_ONCE // (num_inputs * width)) * width
 
     def _panels(self, start: int, end: int) -> tuple[int, int]:
-        """Return the first row and the end row of the panels that hold rows [start, end)."""
+        """Return the range of rows of the panels that hold rows [start, end)."""
         width = self.sizes_PKW[2]
         return start // width * width, -(-end // width) * width
 
     def _reorder(self, function: Callable[..., None], rows_RK: Tensor, first_row: int) -> None:
-        """Call `function`, pack or unpack, on `rows_RK` and the panels from `first_row` on."""
+        """Call `function`, which packs or unpacks, on `rows_RK` and the panels that start at
+        `first_row`."""
         _, num_inputs, width = self.sizes_PKW
         addresses = self.address(first_row), rows_RK.data_ptr()
         shape = len(rows_RK), num_inputs, width, rows_RK.itemsize

@@ -1,10 +1,10 @@
 """NativeOps: CpuOps with norms, rotary, activation, experts, sampling and hashing in C.
 
-The operations of the CPU backend with compiled kernels. Layers' operations support float32 and
-bfloat16, silu and sampling float32. Other dtypes, sizes that are not multiples of 8, and tensors
-with unexpected strides use the inherited torch path. Shape letters: T tokens, H query heads, G
-key/value heads, D head dim, V vocabulary, S sample rows, P scored tokens, N top-n, E hidden size, K
-experts of a token.
+Made by `rollout.backends.cpu.backend`, if there are compiled kernels. Layers' operations support
+float32 and bfloat16, silu float32 alone; other dtypes, sizes that are not multiples of 8, and
+tensors with unexpected strides use the inherited torch path. Sampling and scoring cast logits to
+float32. Shape letters: T tokens, H query heads, G key/value heads, D head dim, V vocabulary, S
+sample rows, P scored tokens, N top-n, E hidden size, K experts of a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout.step.output import SampleResult, ScoreResult
 
 _LANES = 8
 _HASHED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HASHED_CHUNK = 1 << 20  # values that are cast at a time: bounds the memory of casts
+_HASHED_CHUNK = 1 << 20  # values that are cast at once: bounds the memory of casts
 _MIN_HASHED_PER_THREAD = 1 << 17
 _COPIED_ROW = 1 << 10  # values: threads start at multiples of the kernel's vectors
 
@@ -83,7 +83,7 @@ class NativeOps(CpuOps):
         sin_TD: Tensor,
         rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
-        """Rotate (first half, second half) of each head by the token's angles."""
+        """Return heads whose pairs (i, i + D / 2) are rotated by the token's angles."""
         has_angles = (
             _is_plain(cos_TD) and _is_plain(sin_TD) and cos_TD.shape[-1] % (2 * _LANES) == 0
         )
@@ -129,7 +129,7 @@ class NativeOps(CpuOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Give each handle the products of the rule, and log them and the experts' choice."""
+        """Give each handle the products of the rule, and log them and the products of experts."""
         for weights in filter(can_run, experts):
             names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
             self._explain(weights.down_NEF, " experts", names)
@@ -138,10 +138,8 @@ class NativeOps(CpuOps):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Return each token's weighted sum over its experts; see `Ops.experts`.
-
-        The rule chooses the kernel or torch by the mean number of tokens of an expert.
-        """
+        """Return each token's weighted sum over its experts; see `Ops.experts`. The rule chooses
+        the kernel or torch by the mean number of tokens per expert in use."""
         if not ids_TK.numel() or not can_run(experts):
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         num_in_use = min(ids_TK.numel(), len(experts.down_NEF))
@@ -154,7 +152,7 @@ class NativeOps(CpuOps):
         return "native" if is_native else PLAIN.name
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row, as `sampling.sample`, in two passes over the logits."""
+        """Draw one token per row, with the results of `rollout.backends.ops.sampling`."""
         num_rows, vocabulary = logits_SV.shape
         if not _is_plain(logits_SV):
             logits_SV = logits_SV.float().contiguous()
@@ -180,7 +178,7 @@ class NativeOps(CpuOps):
         return result
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Return raw log-probs of the targets and the top-n, as `sampling.score`."""
+        """Return raw log-probs of the targets and, unless `top_n` is 0, the top-n of each row."""
         num_rows, vocabulary = logits_PV.shape
         logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
         logprobs_P = torch.empty(num_rows, dtype=torch.float32)
@@ -201,7 +199,8 @@ class NativeOps(CpuOps):
         )
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """Return (hash, number of non-finite values) of x.to(dtype), in one pass without a cast."""
+        """Return (hash, number of non-finite values) of x.to(dtype), int64 [2]. Casts a chunk at a
+        time, if at all."""
         if x.device.type != "cpu" or dtype not in _HASHED_DTYPES:
             return super().fingerprint(x, dtype, places)
         sums = [torch.zeros(2, dtype=torch.int64)]
@@ -222,7 +221,8 @@ class NativeOps(CpuOps):
         self._kernels.split(values.numel(), work, _MIN_HASHED_PER_THREAD)
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out` and return its fingerprint, in one pass if both are contiguous."""
+        """Copy `x` to `out` and return the fingerprint of `x`, in one pass if both are contiguous.
+        Raises ValueError if shapes or dtypes differ."""
         are_plain = all(t.device.type == "cpu" and t.is_contiguous() for t in (out, x))
         if not are_plain or x.dtype not in _HASHED_DTYPES:
             return super().copy_with_fingerprint(out, x)
@@ -254,17 +254,17 @@ def _is_pair(gate_up: Tensor) -> bool:
 
 
 def _is_weight(weight: Tensor, x: Tensor) -> bool:
-    """Return whether the kernels take this norm weight: contiguous, float32 or x's dtype."""
+    """Return whether the kernels support this norm weight: contiguous, in float32 or x's dtype."""
     return weight.dtype in (torch.float32, x.dtype) and weight.is_contiguous()
 
 
 def _rounds(like_trainers: bool, x: Tensor) -> bool:
-    """Return whether intermediate numbers must be rounded, which only torch's path does."""
+    """Return whether intermediate numbers must be rounded. Only the torch path does this."""
     return like_trainers and x.dtype != torch.float32
 
 
 def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
-    """Apply `kernel` to both halves of the last dim."""
+    """Return the result of `kernel` on both halves of the last dim."""
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size, *types)

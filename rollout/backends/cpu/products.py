@@ -1,7 +1,8 @@
 """Matrix products of a CPU, x @ weight.T + bias: the implementations, and the rule that chooses.
 
-CpuOps asks ProductRule for the products of each weight, and keeps them in its LinearHandle. The
-fused decoder reads the handles.
+CpuOps in `rollout.backends.cpu.linear_ops` asks ProductRule for the products of each weight, and
+keeps them in the weight's LinearHandle; `rollout.backends.cpu.ops` asks it about experts.
+`rollout.backends.cpu.decoder` reads the handles. A handle packs its weight, in a copy or in place.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -22,37 +23,37 @@ from rollout.backends.cpu.kernels import AMX, DOT, VECTORS, Kernels, LinearArgs
 from rollout.backends.cpu.native_weight import NativeWeight
 from rollout.errors import ConfigError
 
-SWITCH = "ROLLOUT_TUNE"
+SWITCH = "ROLLOUT_TUNE"  # environment variable
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # largest number of rows; the last has no limit
 
-_PACK_BATCH = 64  # rows for which oneDNN and MKL choose a layout; it works with any number
+_PACK_BATCH = 64  # number of rows for which oneDNN and MKL choose a layout, which serves any number
 _PROBED_ROWS = (1, 3, 64, 129)
 _PROBE_ATOL = 1e-5
 
-# The fewest rows for which a unit of pairs multiplies faster than vectors. DOT was measured on a
-# Zen 4 with the weights of 44M and 135M parameters: 1.04 to 1.18 times the time of vectors for 1 to
-# 4 rows, 0.73 for 8, 0.51 for 64. With AMX, on a Xeon, 16 rows decode 1.9 times as fast.
+# The fewest rows for which a unit is faster than vectors. DOT was measured on a Zen 4 with models
+# of 44M and 135M parameters: 1.04 to 1.18 times the time of vectors for 1 to 4 rows, 0.73 for 8,
+# 0.51 for 64. With AMX, on a Xeon, 16 rows decode 1.9 times as fast.
 _MIN_ROWS = {VECTORS: 1, DOT: 5, AMX: 9}
 _MAX_ONEDNN_ROWS = 128
-# Torch multiplies the experts of a mixture in bfloat16 by units of pairs, the compiled kernel by
-# vectors. Measured on Zen 4: the kernel takes 0.3 to 0.7 of torch's time for up to 8 tokens of an
-# expert, 0.9 to 1.2 for 16, 1.1 to 2.0 for more; a Xeon with AMX crosses over at 32 as well.
+# Torch multiplies bfloat16 experts by units of pairs, the compiled kernel by vectors. Measured on a
+# Zen 4, the kernel takes 0.3 to 0.7 of torch's time for up to 8 tokens of an expert, 0.9 to 1.2 for
+# 16, 1.1 to 2.0 for more. On a Xeon with AMX torch is faster from 32 tokens on, too.
 _MAX_NATIVE_TOKENS = 16
 _BY_RULE, _VECTORS_ALONE = "1", "0"
 
 
 def bucket_of(num_rows: int) -> int:
-    """Return the index in BUCKETS of the smallest bucket that takes `num_rows`."""
+    """Return the index in BUCKETS of the smallest bucket for `num_rows` rows."""
     return min((num_rows - 1).bit_length(), len(BUCKETS) - 1)
 
 
 class Product:
-    """A way to compute a matrix product. This base class is torch's product, which packs nothing.
+    """An implementation of the matrix product. This base class is torch's, which packs nothing.
 
-    `kind`: name that variants of one implementation share. `layout`: name of the packed copy's
-    order, which all products with this layout can share; None if the product needs no packed copy.
-    `unpacks`: `to_dense` of the copy returns the weight's exact bytes. `min_rows`: fewest rows for
-    which the rule chooses the product.
+    `name`: the product's own name. `kind`: a name that variants of one implementation share.
+    `layout`: name of the packed copy's order; products with one layout can share a copy. None if
+    the product needs no packed copy. `unpacks`: whether `to_dense` of the copy returns the weight's
+    exact bytes. `min_rows`: fewest rows for which the rule chooses the product.
     """
 
     name = kind = "plain"
@@ -73,7 +74,8 @@ class Product:
         return None
 
     def repack(self, weight_NK: Tensor) -> RepackedWeight:
-        """Pack the weight in its own memory, so that no plain copy remains."""
+        """Repack the weight in its own memory, so that no plain copy remains. Returns access to
+        it."""
         raise NotImplementedError
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
@@ -87,9 +89,11 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    If all products share a layout, and the weight may and can be repacked, there is no copy:
-    `packed` is the weight's own memory, and `weight_NK` has that order and shape. `generation`
-    counts changes of the packed weight or the products.
+    If all products share a layout, and the weight may and can be repacked, there is no copy: then
+    `is_repacked` is True, `packed` is access to the weight's own memory, and `weight_NK` has its
+    order and shape. `packing`: the product that packs; None for none. `chosen`: the product for
+    each bucket; `products`: the same, but PLAIN for those whose packed copy is released.
+    `generation`: number of changes of the packed weight or the products.
     """
 
     __slots__ = (
@@ -114,10 +118,8 @@ class LinearHandle:
         self.use(products)
 
     def use(self, products: Sequence[Product]) -> None:
-        """Use these products, one for each bucket, and pack the weight in their layout.
-
-        All of them that need a packed weight must share one layout.
-        """
+        """Use these products, one for each bucket, and pack the weight in their layout. All
+        products that need a packed weight must share one layout."""
         if self.is_repacked:
             self.packed.unpack()
             self.packed, self.is_repacked = None, False
@@ -130,10 +132,8 @@ class LinearHandle:
         self.refresh()
 
     def refresh(self, staged: Any = None) -> None:
-        """Use the staged packed copy, or pack the weight again.
-
-        A repacked weight swaps its values with the staged copy, if there is one.
-        """
+        """Use the staged packed copy, or pack the weight again. A repacked weight swaps its values
+        with the staged copy, if there is one."""
         if self.is_repacked:
             if staged is not None:
                 self.packed.exchange(staged)
@@ -145,7 +145,8 @@ class LinearHandle:
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy; torch's product serves until `refresh`. No-op if repacked."""
+        """Drop the packed copy. Torch's product is used until `refresh`. A repacked weight
+        stays."""
         self.generation += 1
         if not self.is_repacked:
             self.packed = None
@@ -153,7 +154,8 @@ class LinearHandle:
 
 
 class OneDnnProduct(Product):
-    """oneDNN's product, through torch. Its packed copy has the weight's numbers reordered."""
+    """oneDNN's product, through torch. Its packed copy holds the weight's numbers in another
+    order."""
 
     name = kind = layout = "onednn"
     unpacks = True
@@ -186,7 +188,7 @@ class MklProduct(Product):
         return packed
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
-        # Given another number of rows than x has, torch uses the weight that is not packed.
+        # Torch would use the unpacked weight if the last argument were not x's number of rows.
         y_TN: Tensor = torch.ops.mkl._mkl_linear(
             x_TK, handle.packed, handle.weight_NK, handle.bias_N, x_TK.shape[0]
         )
@@ -196,8 +198,8 @@ class MklProduct(Product):
 class NativeProduct(Product):
     """The compiled kernel's product, with a float32 or bfloat16 weight in panels of outputs.
 
-    It computes in float32; the units DOT and AMX round x to bfloat16 and sum in float32. The result
-    of a row of x does not depend on the rows beside it.
+    It computes in float32, but the units DOT and AMX first round x to bfloat16. The result of a row
+    of x does not depend on the other rows.
     """
 
     kind = "native"
@@ -249,11 +251,12 @@ class NativeProduct(Product):
 class ProductRule:
     """Chooses products by the weight's dtype, the number of rows and the processor's features.
 
-    `switch` is the value of ROLLOUT_TUNE. "1" is the rule: the compiled product with the widest
-    vectors, or its unit for pairs of bfloat16 numbers (DOT, AMX) where that is faster. Without
-    kernels it is oneDNN's product for up to 128 rows, else torch's. "0" is the rule without DOT and
-    AMX, which round x to bfloat16. A product's name or kind forces that product for all weights
-    that it supports. Raises ConfigError if this machine has no such product.
+    `switch` is the value of ROLLOUT_TUNE. With "1" the rule chooses the compiled product with the
+    widest vectors, or its unit for pairs of bfloat16 numbers (DOT, AMX) where that is faster.
+    Without kernels it chooses oneDNN's product for up to 128 rows, and torch's for more. With "0"
+    it does not choose DOT and AMX, which round x to bfloat16. A product's name or kind forces this
+    product for all weights that it supports. The constructor raises ConfigError if this machine has
+    no such product.
     """
 
     def __init__(self, candidates: Sequence[Product], switch: str = _BY_RULE) -> None:
@@ -274,7 +277,8 @@ class ProductRule:
         return [next(forced, PLAIN)] * len(BUCKETS)
 
     def experts_by_kernel(self, dtype: torch.dtype, num_tokens: int) -> bool:
-        """Return whether the compiled kernel serves experts with `num_tokens` tokens each."""
+        """Return whether to use the compiled kernel for experts of `dtype` with `num_tokens` tokens
+        each; torch if False."""
         if self._switch != _BY_RULE:
             return self._switch == _VECTORS_ALONE or self._switch.startswith("native")
         has_pairs = any(product.min_rows > 1 for product in self._candidates)
@@ -293,7 +297,7 @@ class ProductRule:
 
 
 def summary(names: Sequence[str]) -> str:
-    """Describe one name for each bucket, such as "native-512 from 1, native-dot from 5 rows"."""
+    """Describe names, one for each bucket, as in "native-512 from 1, native-dot from 5 rows"."""
     parts, num_rows = [], 1
     for name, buckets in groupby(zip(names, BUCKETS, strict=True), lambda pair: pair[0]):
         parts.append(f"{name} from {num_rows}")
@@ -302,7 +306,8 @@ def summary(names: Sequence[str]) -> str:
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:
-    """Return all products that work on this machine. The first of each kind is its default."""
+    """Return all products that work on this machine. Of each kind the default comes first.
+    `kernels`: the compiled kernels; None if there are none."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
     probes = [torch.zeros(1, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     return [product for product in products if any(map(product.suits, probes))]
@@ -334,7 +339,7 @@ def _mkl_works() -> bool:
 
 
 def _works(product: Product, dtype: torch.dtype) -> bool:
-    """Return whether the product works for this dtype on this machine, by trying it."""
+    """Try the product for this dtype, and return whether it works on this machine."""
     generator = torch.Generator().manual_seed(0)
     weight_NK = torch.randn(24, 32, generator=generator).to(dtype)
     rtol = 8 * torch.finfo(dtype).eps

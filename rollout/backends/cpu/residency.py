@@ -1,6 +1,6 @@
 """resident_bytes: the bytes of a buffer that take physical memory now.
 
-Used for the memory report of an engine, by the KV cache and weight memory.
+Used by `rollout.worker.kv_cache` and `rollout.weights.memory` for an engine's memory report.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _IN_MEMORY = 1  # bit of mincore's result; the other bits are reserved
 
 
 def resident_bytes(buffer: Tensor) -> int:
-    """Return the bytes of a flat uint8 buffer that take memory now.
+    """Return the bytes of a flat uint8 buffer that take physical memory now.
 
-    On Linux, these are the pages that have been written to. On a device, and on other systems, all
-    bytes count.
+    For a CPU buffer on Linux these are its resident pages: mostly the pages that were written to.
+    On a device, and on other systems, all bytes count.
     """
     num_bytes = buffer.numel()
     mincore = _mincore()

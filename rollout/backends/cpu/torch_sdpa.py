@@ -1,14 +1,15 @@
 """TorchSdpaAttention: attention on a CPU without compiled kernels, one call of torch per row.
 
-Used by `cpu_backend`; NativePagedAttention inherits its cache layout and falls back on it for
-dtypes and head dims that the kernels do not support. Writes only the KV cache.
+Used by `rollout.backends.cpu.backend`, and by `rollout.backends.cpu.attention`, whose
+NativePagedAttention inherits the cache layout and falls back on this class for dtypes and head dims
+that the kernels do not support. Writes only the KV cache.
 
-The cache is [block, offset, K or V, KV head, D]: a token is two contiguous runs of G * D numbers,
-or one if the cache holds K alone. Blocks may lie apart. Nothing is padded: a row within one block
-is read where it lies, and any other row is gathered by itself. Query heads that share a KV head
-are passed to torch as extra query positions (decode) or as heads over an expanded view (prefill),
-so K and V are never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H
-query heads, G key/value heads, E query heads per KV head, D head dim.
+The cache is [block, offset, K or V, KV head, D]. A token has two contiguous runs of G * D numbers,
+or one if the cache holds K alone. Between blocks there may be gaps. Nothing is padded: a context in
+one block is read in place, any other is gathered. Query heads that share a KV head are passed to
+torch as extra query positions (decode) or as heads over an expanded view (prefill), so K and V are
+never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H query heads, G
+key/value heads, E query heads per KV head, D head dim.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from rollout.backends.base import CacheSpec, Ops
 from rollout.backends.forward_batch import PLAIN, AttentionTraits, ForwardBatch, Rotation
 from rollout.backends.ops.reference import ReferenceOps
 
-Places: TypeAlias = tuple[Tensor, Tensor]  # (block, offset in it) of each token
+Places: TypeAlias = tuple[Tensor, Tensor]  # block of each token, and offset within the block
 
 
 class Row(NamedTuple):
-    """Tokens [start, end) of the batch, the last ones of a context, and the context's blocks."""
+    """A row of the batch: its tokens are [start, end) of the batch and the last of a context of
+    `context_len` tokens, which lies in `blocks`."""
 
     start: int
     end: int
@@ -40,14 +42,14 @@ class Row(NamedTuple):
 
 
 class TorchPlan:
-    """Values that all layers of a forward pass share, computed when the first layer asks."""
+    """Values that all layers of a forward pass share, computed at first use."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self.batch = batch
 
     @cached_property
     def places(self) -> Places:
-        """Block and offset at which each token is written."""
+        """Block and offset at which each token's K and V are written."""
         return places_of(self.batch)
 
     @cached_property
@@ -66,22 +68,23 @@ class TorchSdpaAttention:
     """Implements `AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
 
     def __init__(self, ops: Ops[Any] | None = None) -> None:
-        """`ops`: norms and rotates query and key heads; None for the reference."""
+        """`ops`: operations that norm and rotate query and key heads; None for ReferenceOps."""
         self._ops = ops or ReferenceOps()
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Return [num_blocks, block_size, 2, G, D], or 1 in place of 2 where V is a part of K."""
+        """Return [num_blocks, block_size, 2, G, D], with 1 in place of 2 if V is a part of K."""
         num_planes = 2 if spec.value_dim is None else 1
         return (num_blocks, spec.block_size, num_planes, spec.num_kv_heads, spec.head_dim)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with a TorchPlan."""
+        """Return the batch with a new TorchPlan as its `plan`."""
         return replace(batch, plan=TorchPlan(batch))
 
     def rotate(
         self, q_THD: Tensor, k_TGD: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Return query and key heads, normed and rotated; the arguments are not changed."""
+        """Return query and key heads, normed and rotated as `rotation` says; unchanged if it is
+        None. The arguments are not written."""
         if rotation is None:
             return q_THD, k_TGD
         ops, first = self._ops, rotation.rounds_norm_first
@@ -101,7 +104,8 @@ class TorchSdpaAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Write K and V at their slots, then attend causally; [T, H, D]."""
+        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Returns
+        [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache, plan, num_dims = batch.kv[layer], batch.plan, v_TGD.shape[2]
         write_tokens(cache, k_TGD, v_TGD, plan.places)
@@ -133,7 +137,7 @@ def places_of(batch: ForwardBatch) -> Places:
 
 
 def write_tokens(cache: Tensor, k_TGD: Tensor, v_TGD: Tensor, places: Places) -> None:
-    """Store each token's K at its place, and its V unless V is a part of K."""
+    """Store each token's K at its place in the cache, and its V unless V is a part of K."""
     blocks_T, offsets_T = places
     cache[blocks_T, offsets_T, 0] = k_TGD
     if cache.shape[2] == 2:
@@ -141,10 +145,8 @@ def write_tokens(cache: Tensor, k_TGD: Tensor, v_TGD: Tensor, places: Places) ->
 
 
 def _context(cache: Tensor, row: Row, first: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of the row's positions from `first` on, [C, G, D].
-
-    Both are K where V is a part of K.
-    """
+    """Return K and V of the row's positions from `first` on, [C, G, D]. If V is a part of K, both
+    are K."""
     block_size, skipped = cache.shape[1], 0
     if row.context_len <= block_size:
         context = cache[row.first_block]
@@ -156,14 +158,14 @@ def _context(cache: Tensor, row: Row, first: int) -> tuple[Tensor, Tensor]:
 
 
 def _causal(q_QHD: Tensor, k_QGD: Tensor, v_QGD: Tensor, scale: float) -> Tensor:
-    """Attend from a whole prompt to itself."""
+    """Return causal attention of a whole prompt to itself, [Q, H, D]."""
     q_GEQD, k_GEQD, v_GEQD = _group(q_QHD, k_QGD, v_QGD)
     out_GEQD = F.scaled_dot_product_attention(q_GEQD, k_GEQD, v_GEQD, is_causal=True, scale=scale)
     return out_GEQD.flatten(0, 1).transpose(0, 1)
 
 
 def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> Tensor:
-    """Attend from the last Q tokens of a context to all of it."""
+    """Return causal attention of the last Q tokens of a context to the context, [Q, H, D]."""
     num_queries, num_heads, head_dim = q_QHD.shape
     num_kv_heads, context_len = k_CGD.shape[1], k_CGD.shape[0]
     if num_queries == 1:
@@ -184,7 +186,8 @@ def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> 
 def _explicit(
     q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float, traits: AttentionTraits
 ) -> Tensor:
-    """As `_with_context`, with windows, softcaps and sinks, by one explicit softmax in float32."""
+    """Return the same as `_with_context`, but with windows, softcaps and sinks, by an explicit
+    softmax in float32."""
     q_GEQD, k_GECD, v_GECD = _group(q_QHD, k_CGD, v_CGD)
     scores_GEQC = (q_GEQD.float() @ k_GECD.float().transpose(-1, -2)) * scale
     if traits.softcap is not None:
@@ -206,7 +209,8 @@ def _explicit(
 
 
 def _group(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q, K and V heads first, query heads under their KV head; K and V as expanded views."""
+    """Return Q, K and V as [G, E, tokens, D], the query heads grouped by KV head. K and V are
+    expanded views."""
     num_groups = k_CGD.shape[1]
     num_queries, num_heads, head_dim = q_QHD.shape
     q_QGED = q_QHD.view(num_queries, num_groups, num_heads // num_groups, head_dim)

@@ -1,6 +1,7 @@
 """private_folder: a folder in the user's cache directory that no other user can write.
 
-Used by the library of compiled CPU kernels and by the torchrun launcher.
+Used by `rollout.backends.cpu.library`, `rollout.launch.torchrun` and
+`rollout.models.checkpoints.smollm2`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder(name: str) -> Path:
-    """Create and return a folder that only this user can write.
+    """Create a folder that only this user can write, if it does not exist, and return it.
 
     It is `rollout/NAME` in the user's cache directory or, if that fails, `rollout-NAME-UID` in the
     temporary directory. Raises OSError if both fail.

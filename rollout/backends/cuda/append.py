@@ -1,9 +1,9 @@
 """append_kv: norm and rotate heads and store keys and values in the paged cache, in one kernel.
 
-TritonPagedAttention calls it before it attends. Writes the cache and a contiguous copy of the
-queries; the projection is only read. Shape letters: T tokens, H query heads, G key/value heads, D
-head dim; in kernels R rows (a row is one head of one token), F half of the head dim, padded to a
-power of two.
+TritonPagedAttention in `rollout.backends.cuda.attention` calls it before it attends. Writes the
+cache and a contiguous copy of the queries. Shape letters: T tokens, H query heads, G key/value
+heads, D head dim; in kernels R rows (a row is one head of one token), F half of the head dim,
+padded to a power of two.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def append_kv(
     slots_T: Tensor,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Store rotated K, and V, at `slots_T` of `cache`; return rotated Q, contiguous.
+    """Store V and the normed, rotated K at `slots_T` of `cache`. Returns Q, normed, rotated and
+    contiguous.
 
-    `cache` is [num_blocks, 2, G, block_size, D]; each block is contiguous, but blocks may lie
-    apart. Only the last dim of Q, K and V must have unit stride. The rotation has both norms or
-    none.
+    `cache` is [num_blocks, 2, G, block_size, D]. Each block is contiguous; between blocks there may
+    be gaps. Only the last dim of Q, K and V must have stride 1. `rotation`: both norms or none of
+    them; None stores K and returns Q unchanged.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TGD.shape[1]
@@ -42,20 +43,21 @@ def append_kv(
     )
     if num_tokens == 0:
         return q_out_THD
-    turn = rotation or Rotation(slots_T, slots_T)  # placeholders, not read without HAS_ROTATION
+    # The kernel does not read the placeholders: HAS_ROTATION is False then.
+    given = rotation or Rotation(slots_T, slots_T)
     append_kv_kernel[(num_programs,)](
         *(q_out_THD, cache, q_THD, k_TGD, v_TGD, slots_T),
-        *(turn.cos_TD, turn.sin_TD, turn.q_norm_D, turn.k_norm_D, turn.eps),
+        *(given.cos_TD, given.sin_TD, given.q_norm_D, given.k_norm_D, given.eps),
         *(q_THD.stride(0), q_THD.stride(1), k_TGD.stride(0), k_TGD.stride(1)),
-        *(v_TGD.stride(0), v_TGD.stride(1), turn.cos_TD.stride(0), cache.stride(0)),
+        *(v_TGD.stride(0), v_TGD.stride(1), given.cos_TD.stride(0), cache.stride(0)),
         *(num_tokens, num_heads, num_kv_heads, cache.shape[3].bit_length() - 1),
         HEAD_DIM=head_dim,
         BLOCK_F=triton.next_power_of_2(head_dim // 2),
         BLOCK_R=ROWS_PER_PROGRAM,
         HAS_ROTATION=rotation is not None,
-        ROUNDS_NORM_FIRST=turn.rounds_norm_first,
-        ROUNDS_ANGLES=turn.rounding != "once",
-        ROUNDS_EACH=turn.rounding == "each",
+        ROUNDS_NORM_FIRST=given.rounds_norm_first,
+        ROUNDS_ANGLES=given.rounding != "once",
+        ROUNDS_EACH=given.rounding == "each",
         num_warps=NUM_WARPS,
     )
     return q_out_THD
@@ -74,7 +76,8 @@ def append_kv_kernel(
     HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_R rows: the first programs query heads, the others key and value heads."""
+    """Process BLOCK_R rows: query heads in the first programs, key and value heads in the others.
+    `block_shift`: log2 of the block size."""
     program = tl.program_id(0)
     num_query_programs = tl.cdiv(num_tokens * num_heads, BLOCK_R)
     offsets_R = tl.arange(0, BLOCK_R)
@@ -85,7 +88,7 @@ def append_kv_kernel(
         fits_RF = _fits(token_R, dims_F, num_tokens, HEAD_DIM)
         source_R = token_R * q_token_stride + (row_R % num_heads) * q_head_stride
         low_RF, high_RF = _load_halves(q, source_R, dims_F, fits_RF, HEAD_DIM)
-        low_RF, high_RF = _turn(
+        low_RF, high_RF = _norm_and_rotate(
             low_RF, high_RF, q_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
             HEAD_DIM, HAS_ROTATION, ROUNDS_NORM_FIRST, ROUNDS_ANGLES, ROUNDS_EACH,
         )  # fmt: skip
@@ -101,7 +104,7 @@ def append_kv_kernel(
         target_R = (slot_R >> block_shift) * block_stride + in_block_R * HEAD_DIM
         source_R = token_R * k_token_stride + head_R * k_head_stride
         low_RF, high_RF = _load_halves(k, source_R, dims_F, fits_RF, HEAD_DIM)
-        low_RF, high_RF = _turn(
+        low_RF, high_RF = _norm_and_rotate(
             low_RF, high_RF, k_norm, eps, cos, sin, token_R * angle_stride, dims_F, fits_RF,
             HEAD_DIM, HAS_ROTATION, ROUNDS_NORM_FIRST, ROUNDS_ANGLES, ROUNDS_EACH,
         )  # fmt: skip
@@ -113,12 +116,13 @@ def append_kv_kernel(
 
 
 @triton.jit
-def _turn(
+def _norm_and_rotate(
     low_RF, high_RF, weight, eps, cos, sin, angles_R, dims_F, fits_RF,
     HEAD_DIM: tl.constexpr, HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Apply the root-mean-square norm if there is a weight, then rotate pairs (i, i + D / 2)."""
+    """Return both halves of heads, RMS-normed if `weight` is not None, then rotated in pairs (i, i
+    + D / 2) if HAS_ROTATION."""
     dtype = low_RF.dtype
     low_RF, high_RF = low_RF.to(tl.float32), high_RF.to(tl.float32)
     if weight is not None:
@@ -129,7 +133,7 @@ def _turn(
         high_F = tl.load(weight + HEAD_DIM // 2 + dims_F, mask=is_dim_F, other=0.0).to(tl.float32)
         low_RF = _rounded(low_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
         high_RF = _rounded(high_RF * scale_R1, dtype, ROUNDS_NORM_FIRST)
-        # Rounded here, as if norm and rotation were two operations.
+        # Rounded between norm and rotation, as by two operations.
         low_RF = _rounded(low_RF * low_F[None, :], dtype, True)
         high_RF = _rounded(high_RF * high_F[None, :], dtype, True)
     if HAS_ROTATION:
@@ -139,17 +143,17 @@ def _turn(
         cos_high_RF = _rounded(cos_high_RF, dtype, ROUNDS_ANGLES)
         sin_low_RF = _rounded(sin_low_RF, dtype, ROUNDS_ANGLES)
         sin_high_RF = _rounded(sin_high_RF, dtype, ROUNDS_ANGLES)
-        turned_low_RF = _rounded(low_RF * cos_low_RF, dtype, ROUNDS_EACH)
-        turned_low_RF -= _rounded(high_RF * sin_low_RF, dtype, ROUNDS_EACH)
-        turned_high_RF = _rounded(high_RF * cos_high_RF, dtype, ROUNDS_EACH)
-        turned_high_RF += _rounded(low_RF * sin_high_RF, dtype, ROUNDS_EACH)
-        low_RF, high_RF = turned_low_RF, turned_high_RF
+        rotated_low_RF = _rounded(low_RF * cos_low_RF, dtype, ROUNDS_EACH)
+        rotated_low_RF -= _rounded(high_RF * sin_low_RF, dtype, ROUNDS_EACH)
+        rotated_high_RF = _rounded(high_RF * cos_high_RF, dtype, ROUNDS_EACH)
+        rotated_high_RF += _rounded(low_RF * sin_high_RF, dtype, ROUNDS_EACH)
+        low_RF, high_RF = rotated_low_RF, rotated_high_RF
     return low_RF.to(dtype), high_RF.to(dtype)
 
 
 @triton.jit
 def _rounded(x_RF, dtype: tl.constexpr, IS_ROUNDED: tl.constexpr):
-    """Return float32 values, rounded to the dtype if IS_ROUNDED."""
+    """Return float32 values, rounded to `dtype` first if IS_ROUNDED."""
     return x_RF.to(dtype).to(tl.float32) if IS_ROUNDED else x_RF
 
 
@@ -160,7 +164,7 @@ def _fits(token_R, dims_F, num_tokens, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _load_halves(base, start_R, dims_F, fits_RF, HEAD_DIM: tl.constexpr):
-    """Load D numbers from `start_R` on, as two halves."""
+    """Return the two halves of D numbers from each offset `start_R` on."""
     low = base + start_R[:, None] + dims_F[None, :]
     low_RF = tl.load(low, mask=fits_RF, other=0.0)
     return low_RF, tl.load(low + HEAD_DIM // 2, mask=fits_RF, other=0.0)

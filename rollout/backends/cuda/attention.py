@@ -1,9 +1,10 @@
-"""TritonPagedAttention: attention over blocks in place, on a GPU, in two to five launches.
+"""TritonPagedAttention: attention on a GPU that reads the blocks of the KV cache in place.
 
-The attention of the CUDA backend; writes only the KV cache. A step's launches depend on shapes
-alone (T tokens, R rows, decode rows, width of the block tables), never on lengths, so that a graph
-can capture them; the device itself divides the work (attention_plan.py). Shape letters: T tokens, R
-rows, H query heads, G key/value heads, E = rows + 1, P programs, D head dim.
+Made by `rollout.backends.cuda.backend`. Writes only the KV cache. The kernel launches of a step
+depend on shapes alone (T tokens, R rows, decode rows, width of the block tables), never on lengths,
+so that a graph can capture them. The device itself divides the work, by
+`rollout.backends.cuda.attention_plan`. Shape letters: T tokens, R rows, H query heads, G key/value
+heads, E = rows + 1, P programs, D head dim.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rollout.errors import ConfigError
 
 MAX_HEAD_DIM = 256
 PARTS_PER_MERGE = 16
-MERGES_PER_PROGRAM = 8  # merging programs per attending one: they mostly wait for memory
+MERGES_PER_PROGRAM = 8  # merging programs per attention program: they mostly wait for memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,14 @@ def launch_choice(
 ) -> LaunchChoice:
     """Return the launch options for a dtype, head dim and number of query heads per KV head.
 
-    They are reasoned for an H100, and compile for it without spilling registers; they are not
-    tuned. Decode reads K and V once, and tile rows are mostly padding: 16, the least a tensor core
-    takes, or 64 for the few models with larger groups (two sizes, to keep compilations few). One
-    context tile is loaded ahead, 32 KiB at head dim 128, which with two programs on a
-    multiprocessor hides the latency of memory (about 20 KiB in flight). Prefill is bound by
-    arithmetic: 128 rows. Heads wider than 128 halve the context tile, since their sums fill the
-    registers. Float32 has no tensor core path at full precision: tiles are small, since each
-    product is unrolled.
+    They are derived for an H100, for which they compile without spilling registers, and are not
+    tuned. Decode reads K and V once, and its tile rows are mostly padding: 16 rows, the least that
+    a tensor core takes, or 64 for the few models with larger groups. These are two sizes, so that
+    few kernels are compiled. One context tile is loaded ahead: 32 KiB at head dim 128, which with
+    two programs on a multiprocessor hides the latency of memory (about 20 KiB in flight). Prefill
+    is bound by arithmetic, so it has 128 rows. Heads wider than 128 halve the context tile, because
+    their sums fill the registers. Float32 has no tensor core path at full precision; its tiles are
+    small, because each product is unrolled.
     """
     num_resident = 2 if head_dim <= 128 else 1
     if not is_decode:
@@ -102,9 +103,11 @@ def launch_choice(
 def program_choice(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_resident: int
 ) -> int:
-    """Return the number of decode programs: as many as run at once, but no more than have work.
+    """Return the number of decode programs: as many as run at once, but no more than have work; at
+    least 1.
 
-    The work is computed as if all rows were as long as `table_tokens`. At least 1.
+    `table_tokens`: the context length of each row by which the work is estimated. `num_resident`:
+    programs that the device runs at once.
     """
     num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
     useful = -(-num_tiles // MIN_TILES_PER_PROGRAM)
@@ -112,21 +115,18 @@ def program_choice(
 
 
 class TritonPagedAttention:
-    """Implements `AttentionBackend` with Triton; a head of K or V within a block is contiguous."""
+    """Implements `AttentionBackend` with Triton. Within a block each head's K, and V, is
+    contiguous."""
 
     def __init__(self, *, num_multiprocessors: int = 132, num_programs: int | None = None) -> None:
-        """`num_programs`, for tests, overrides `program_choice` for decode.
-
-        For prefill it overrides the number of programs that the device runs at once.
-        """
+        """`num_multiprocessors`: of the device. `num_programs`, for tests: the number of decode
+        programs, and of prefill programs that the device is taken to run at once."""
         self._num_multiprocessors = num_multiprocessors
         self._num_programs = num_programs
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Return [num_blocks, 2, G, block_size, D].
-
-        Raises ConfigError for heads that the kernels do not support.
-        """
+        """Return [num_blocks, 2, G, block_size, D]. Raises ConfigError for heads that the kernels
+        do not support."""
         if spec.value_dim is not None or spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"the GPU's attention has no kernel for head_dim={spec.head_dim}, value_dim="
@@ -136,7 +136,7 @@ class TritonPagedAttention:
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
-        """Return the batch with a TritonPlan."""
+        """Return the batch with a new TritonPlan as its `plan`."""
         return replace(batch, plan=TritonPlan(batch))
 
     def attend(
@@ -149,7 +149,8 @@ class TritonPagedAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at `slots_T`, and attend causally; [T, H, D].
+        """Norm and rotate Q and K, write K and V at `slots_T`, and attend causally. Returns
+        [T, H, D].
 
         Reads no host array of the batch. The output of tokens beyond the last row is undefined.
         """
@@ -170,16 +171,14 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """Attend from decode rows, each program over an equal share of all contexts.
-
-        Heads that were split over several shares are merged afterwards.
-        """
+        """Attend from decode rows, each program over an equal share of all contexts. Writes
+        `out_THD`. Partial results of contexts split over several shares are merged afterwards."""
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
         choice = launch_choice(q_THD.dtype, head_dim, group_size, True)
         table_tokens = batch.block_tables_RM.shape[1] * block_size
-        if traits.window is not None:  # which may begin within a tile
+        if traits.window is not None:  # a window may begin within a tile
             table_tokens = min(table_tokens, traits.window + choice.block_n)
         num_resident = self._num_multiprocessors * choice.num_resident
         num_programs = self._num_programs or program_choice(
@@ -219,9 +218,10 @@ class TritonPagedAttention:
         traits: AttentionTraits,
     ) -> None:
         """Attend from prefill rows, a program for each query tile, KV head and part of its context.
+        Writes `out_THD`.
 
-        Programs start in the order of their numbers, so that the longest do not come last; surplus
-        programs end at once. Partial results, at most 8 per program that runs at once, are merged
+        Programs start in the order of their numbers, the longest first; surplus programs end at
+        once. Partial results, at most CUT_PARTS per program that runs at once, are merged
         afterwards.
         """
         num_tokens, num_heads, head_dim = q_THD.shape
@@ -261,7 +261,8 @@ class TritonPagedAttention:
 
 
 def _scores(traits: AttentionTraits, head_dim: int) -> tuple[float, int, float]:
-    """Return (scale, window, softcap) as kernels take them, for powers of two."""
+    """Return (scale, window, softcap) for kernels, which take powers of two: scale and softcap have
+    a factor log2(e). 0 stands for no window and no softcap."""
     scale = traits.scale_of(head_dim) * math.log2(math.e)
     return scale, traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)
 

@@ -1,5 +1,6 @@
-"""Triton kernels of paged attention, launched by attention.py: write `out` and partial results.
+"""Triton kernels of paged attention, launched by `rollout.backends.cuda.attention`.
 
+They write the attention output `out`, and partial results that merging kernels read.
 The cache is [num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows
 of a query tile (a row is one query head of one token), N positions of a context tile, D head dim
 padded to a power of two, S partial results that are merged at once, X rows of any kind.
@@ -29,11 +30,11 @@ def decode_attention_kernel(
     """Attend over one program's share of the context tiles of all decode rows and KV heads.
 
     All context tiles are numbered: first along a row's context, then over its KV heads, then over
-    the rows. `share_of` cuts the numbers into equal shares; a share may belong to several rows. If
-    a share has all tiles of a row and KV head, their result goes to `out`. Otherwise program p
-    writes a partial result, to be merged: number 2 p + 1 if it has the first of these tiles, else
-    2 p. `scale` and `softcap` include a factor log2(e), because the softmax uses powers of two.
-    `sinks` is None or a score for each query head, which the program with the first tile adds.
+    the rows. `share_of` cuts the numbers into equal shares, which may span several rows. If a share
+    has all tiles of a row and KV head, the result goes to `out`. Otherwise program p writes a
+    partial result, to be merged: number 2 p + 1 if it has the first of these tiles, else 2 p.
+    `scale` and `softcap` include a factor log2(e), because the softmax uses powers of two. `sinks`
+    is None, or has a score for each query head, which the program with the first tile adds.
     Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023, "Flash-Decoding",
     for the partial results.
     """
@@ -82,8 +83,8 @@ def merge_parts_kernel(
 ):  # fmt: skip
     """Merge the partial results of `decode_attention_kernel` into `out`.
 
-    Grid: (programs of that kernel, group size). A program merges one query head: the one whose
-    context tiles begin in its share and end in a later share. It does nothing if there is none.
+    Grid: (programs of that kernel, group size). A program merges one query head, the one whose
+    context tiles begin in its share and end in a later share. Without such a head it does nothing.
     """
     program, member = tl.program_id(0), tl.program_id(1)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -96,7 +97,7 @@ def merge_parts_kernel(
     num_tiles = tl.load(tile_starts + row + 1) - row_start
     kv_head = (next_start - row_start * num_kv_heads) // num_tiles
     head_start = row_start * num_kv_heads + kv_head * num_tiles
-    # The next share starts with a new head, or an earlier program has this head's first tile.
+    # Either the next share starts with a new head, or an earlier program merges this head.
     if (head_start == next_start) | (head_start < start):
         return
     num_parts = tl.cdiv(head_start + num_tiles, share) - program
@@ -125,10 +126,10 @@ def prefill_attention_kernel(
 
     A tile holds the query heads that share the KV head, for as many tokens as fit into BLOCK_M
     rows. `program_tiles`: the query tile of each program, -1 for surplus programs. A tile has one
-    program for each KV head and part of its context, in this order; `first_programs` numbers its
-    first one. The result over a whole context goes to `out`; over a part it is the program's
-    partial result, to be merged. `scale`, `softcap` and `sinks` are as in
-    `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
+    program for each KV head and part of its context, head by head, from `first_programs` on. The
+    result over a whole context goes to `out`. The result over a part is the program's partial
+    result, to be merged. `scale`, `softcap` and `sinks` are as in `decode_attention_kernel`.
+    Source: Dao 2023, "FlashAttention-2", algorithm 1.
     """
     program = tl.program_id(0)
     tile = tl.load(program_tiles + program)
@@ -148,7 +149,7 @@ def prefill_attention_kernel(
     num_heads = num_kv_heads * group_size
     head_M = (token_M.to(tl.int64) * num_heads + kv_head * group_size) + rows_M % group_size
     context_len = tl.load(context_lens + row)
-    # Padding rows of the tile see as much as its last token.
+    # Padding rows of the tile attend to as many positions as the row's last token.
     position_M = tl.minimum(context_len - end_token + token_M, context_len - 1)
     last_token = tl.minimum(first_token + block_q, end_token) - 1
     first_position = context_len - end_token + first_token
@@ -183,8 +184,8 @@ def merge_prefill_kernel(
 ):  # fmt: skip
     """Merge the partial results of `prefill_attention_kernel` into `out`.
 
-    The first `num_cut` query tiles have partial results. Any number of programs shares the work: a
-    program merges one query head of one token at a time.
+    The first `num_cut` query tiles have partial results. Any number of programs can share the work.
+    A program merges one query head of one token at a time.
     """
     size = block_q * group_size
     item = tl.program_id(0)
@@ -215,8 +216,8 @@ def _merge_parts(
 ):  # fmt: skip
     """Return the merged result of `num_parts` partial results, weighted by their `partial_lse`.
 
-    With STEP 1 they are consecutive, from `first_part` on. With STEP 2 they are `first_part` + 1,
-    then `first_part` + 2, + 4, ... Neighbouring numbers are `stride` rows apart.
+    With STEP 1 their numbers are consecutive, from `first_part` on. With STEP 2 they are
+    `first_part` plus 1, 2, 4, 6 and so on. Neighbouring numbers are `stride` rows apart in memory.
     """
     peak = -1.0e30
     total = 0.0
@@ -239,10 +240,8 @@ def _merge_parts(
 
 @triton.jit
 def _sink(sinks, head_M, is_counted_M):
-    """Return the greatest score and the sum of weights to begin with: from sinks, if there are any.
-
-    Rows that are not in `is_counted_M` begin without their sink.
-    """
+    """Return the initial greatest score and sum of weights of a softmax: each row's sink, if
+    `sinks` is not None and the row is in `is_counted_M`; else -inf and 0."""
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
     if sinks is not None:
@@ -261,10 +260,9 @@ def _attend(
 ):  # fmt: skip
     """Return (weighted sum of V, sum of weights, greatest score) over positions [start, end).
 
-    `total_M` and `peak_M` are the sum and the score to begin with. `cache` points to the KV head's
-    keys of block 0; its values lie `values_offset` after them. The first context tiles are seen
-    whole by all rows of the query tile, so they need no causal mask; with a window, all tiles are
-    masked.
+    `total_M` and `peak_M` are the initial sum and score. `cache` points to the KV head's keys of
+    block 0; its values lie `values_offset` after them. All rows of the query tile attend to the
+    first context tiles whole, so these need no causal mask. With a window, all tiles are masked.
     """
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
@@ -292,10 +290,8 @@ def _attend_tile(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Add positions [first, first + BLOCK_N) to the running softmax.
-
-    Positions from `end` on are not read: they may hold anything, even NaN.
-    """
+    """Return the running softmax with positions [first, first + BLOCK_N) added. Positions from
+    `end` on are not read, because they may hold anything, even NaN."""
     position_N = first + tl.arange(0, BLOCK_N)
     is_position_N = position_N < end
     block_N = tl.load(table + (position_N >> block_shift), mask=is_position_N, other=0)
@@ -313,7 +309,7 @@ def _attend_tile(
     new_peak_M = tl.maximum(peak_M, tl.max(score_MN, 1))
     base_M = new_peak_M
     if IS_MASKED:
-        # For rows that have seen no position yet: -inf - -inf would be NaN.
+        # A row may have attended to no position yet; -inf - -inf would be NaN.
         base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     weight_MN = tl.exp2(score_MN - base_M[:, None])
     fade_M = tl.exp2(peak_M - base_M)
@@ -326,7 +322,7 @@ def _attend_tile(
 
 @triton.jit
 def _tanh(x):
-    """Return tanh(x): from one exponential, but near 0, where that would cancel, from the Taylor
+    """Return tanh(x), by one exponential. Near 0, where that would cancel digits, by the Taylor
     series to x^9."""
     square = x * x
     near = x * (
@@ -338,10 +334,8 @@ def _tanh(x):
 
 @triton.jit
 def _load_rows(base, start_X, is_row_X, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return a row of HEAD_DIM numbers from each offset `start_X`, padded with zeros to BLOCK_D.
-
-    Rows that are not in `is_row_X` are zeros.
-    """
+    """Return a row of HEAD_DIM numbers from each offset `start_X` on, padded with zeros to BLOCK_D.
+    Rows that are not in `is_row_X` are zeros."""
     dims_D = tl.arange(0, BLOCK_D)
     mask_XD = is_row_X[:, None]
     if BLOCK_D != HEAD_DIM:

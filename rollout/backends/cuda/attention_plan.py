@@ -1,12 +1,13 @@
 """TritonPlan: the division of a step's attention into programs, computed on the device.
 
-TritonPagedAttention makes one for each forward pass; all layers share it.
+TritonPagedAttention in `rollout.backends.cuda.attention` makes one for each forward pass; all
+layers share it, and the kernels of `rollout.backends.cuda.attention_kernels` use `share_of`.
 
-Decode: the context tiles of all rows and KV heads are laid end to end and cut into equal shares,
-one for each program. Prefill: query tiles are ordered by their contexts, longest first; if whole
-tiles would leave multiprocessors idle, tiles with long contexts are cut into parts of one size.
-Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape letters: R
-rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
+Decode: the context tiles of all rows and KV heads are numbered through and cut into equal shares,
+one for each program. Prefill: query tiles are sorted by the lengths of their contexts, longest
+first. If whole tiles would leave multiprocessors idle, long contexts are cut into parts of one
+size. Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape
+letters: R rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
 """
 
 from __future__ import annotations
@@ -20,41 +21,39 @@ from torch import Tensor
 
 from rollout.backends.forward_batch import ForwardBatch
 
-MIN_TILES_PER_PROGRAM = 2  # fewer are not worth writing and merging a partial result
+MIN_TILES_PER_PROGRAM = 2  # for fewer tiles a partial result, and merging it, is too expensive
 _MIN_TILES: tl.constexpr = tl.constexpr(MIN_TILES_PER_PROGRAM)
-# Query tiles are cut only if the last program would end later than the mean by more than a quarter
-# of it and by this many context tiles, about the cost of writing and merging partial results.
+# Contexts are cut only if the last program would end later than the mean end by more than a quarter
+# of it, and by more than this many context tiles: about the cost of partial results.
 WORTH_CUTTING = 8
-# Limits of prefill, for each program that the device runs at once: parts beyond one for each tile
-# and head, and parts of tiles that are cut. See `_part_size`.
+# Limits of prefill per program that the device runs at once: parts in excess of one for each tile
+# and head, and parts of cut tiles. See `_part_size`.
 SURPLUS_PARTS, CUT_PARTS = 4, 8
 _WAVES: tl.constexpr = tl.constexpr(SURPLUS_PARTS)
 _SIZES: tl.constexpr = tl.constexpr(8)  # part sizes to try for each number of waves
-BLOCK = 256  # rows, programs or tiles that a program of the plan processes at once
-BLOCK_J = 16
+BLOCK = 256  # rows, programs or tiles that a program of these kernels processes at once
+BLOCK_J = 16  # tiles that `order_tiles_kernel` compares with a block at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """Query tiles, the longest context first, and the programs that compute them; int32.
+    """Query tiles, the longest context first, and the programs that compute them; all int32.
 
-    Each tile has a program for each KV head and part of its context, head by head. Tiles that are
-    cut come first, so that the programs of their parts have the lowest numbers.
+    Each tile has a program for each KV head and part of its context, head by head. Tiles whose
+    contexts are cut come first, so the programs of parts have the lowest numbers.
     """
 
     rows_Q: Tensor  # row of each tile; -1 for surplus tiles
     tokens_Q: Tensor  # first token of each tile
     first_programs_F: Tensor  # first program of each tile; at the end, the number of programs
-    num_cut: Tensor  # [1]: number of tiles that are cut
+    num_cut: Tensor  # [1]: number of tiles whose contexts are cut
     tiles_P: Tensor  # tile of each program; -1 for surplus programs
-    num_partials: int  # the first programs, which may compute a part; 0 if nothing may be cut
+    num_partials: int  # number of first programs that may have a part; 0 if nothing may be cut
 
 
 class TritonPlan:
-    """The division of work that all layers of a forward pass share, computed at first use.
-
-    Layers differ only in their windows: there is one division for each window.
-    """
+    """The division of work that all layers of a forward pass share. Kernels compute it at first
+    use, once for each window and set of tile sizes."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._query_starts_E, self._context_lens_R = batch.query_starts_E, batch.context_lens_R
@@ -65,9 +64,10 @@ class TritonPlan:
     def decode(
         self, *, window: int | None, block_n: int, num_kv_heads: int, num_programs: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the start of each row's context tiles, [E], and each program's first row, [P].
+        """Return each decode row's first context tile, [E], and each program's first row, [P].
 
-        Both are int32. The starts count the context tiles of all decode rows for one KV head.
+        Both are int32. Context tiles are numbered over all decode rows, for one KV head; the last
+        entry is their total.
         """
         key = window, block_n, num_kv_heads, num_programs
         if key not in self._decode:
@@ -100,8 +100,9 @@ class TritonPlan:
     ) -> PrefillPlan:
         """Return the plan for the rows after the decode rows, which have `num_tokens` tokens.
 
-        `num_resident`: programs that the device runs at once. `table_tokens`: the longest context
-        that a block table can hold. Tiles and programs suffice for any lengths of the rows.
+        `block_q`: tokens of a query tile. `num_resident`: programs that the device runs at once.
+        `table_tokens`: the longest context that a block table can hold. The numbers of tiles and
+        programs suffice for any lengths of the rows.
         """
         key = window, block_n, block_q, num_tokens, num_kv_heads, num_resident, table_tokens
         if key not in self._prefill:
@@ -115,9 +116,10 @@ class TritonPlan:
     def _ordered_tiles(
         self, window: int | None, block_n: int, block_q: int, num_tokens: int
     ) -> Tensor:
-        """Return row, first token and context tiles of each query tile, [3, Q], longest first.
+        """Return row, first token and number of context tiles of each query tile, [3, Q], longest
+        first.
 
-        All three start at multiples of 16 bytes: for others, Triton would compile kernels again.
+        Each of the three starts at a multiple of 16 bytes, or Triton would compile kernels again.
         """
         first_row, device = self._num_decode_rows, self._context_lens_R.device
         num_rows = self._context_lens_R.shape[0] - first_row
@@ -138,7 +140,8 @@ class TritonPlan:
 
 
 def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: bool) -> PrefillPlan:
-    """Assign programs to the ordered tiles, with partial results only if contexts may be cut."""
+    """Return the plan for the sorted tiles. Without `may_cut` it has no room for partial results,
+    and contexts must be too short to be cut."""
     num_tiles = tiles_3Q.shape[1]
     num_programs, num_partials = num_tiles * num_kv_heads, 0
     if may_cut:
@@ -169,7 +172,8 @@ def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: b
 
 @triton.jit
 def share_of(program, num_programs, num_tiles):
-    """Return context tiles [start, end) of a program. Shares are equal; the last may be smaller."""
+    """Return the context tiles [start, end) of a program. Shares are equal, but the last with work
+    may be smaller, and later ones are empty."""
     share = tl.maximum(tl.cdiv(num_tiles, num_programs), _MIN_TILES)
     start = program * share
     return start, tl.minimum(start + share, num_tiles)
@@ -180,7 +184,8 @@ def tile_starts_kernel(
     tile_starts, context_lens, num_rows, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the running sum of the rows' context tiles, at least one each; one program."""
+    """Store the running sum of the rows' numbers of context tiles, each at least 1. Runs as one
+    program."""
     total = tl.zeros([], tl.int32)
     tl.store(tile_starts, total)
     for first in tl.range(0, num_rows, BLOCK):
@@ -199,7 +204,8 @@ def tile_starts_kernel(
 def first_rows_kernel(
     first_rows, tile_starts, num_rows, num_kv_heads, num_programs, BLOCK: tl.constexpr
 ):
-    """Store the row of each program's first tile, by bisection; any row if it has no work."""
+    """Store the row of each program's first tile, by bisection. A program without work gets any
+    row."""
     programs_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
     tile_B, _ = share_of(programs_B, num_programs, num_tiles)
@@ -221,10 +227,11 @@ def query_tiles_kernel(
     num_tiles, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store row, first token and context tiles of each query tile; row -1 for surplus tiles.
+    """Store row, first token and number of context tiles of each query tile; row -1 and 0 context
+    tiles for surplus tiles.
 
-    Row r begins with tile start(r) // block_q + r, counted from the first row: this leaves room for
-    each row's last, partly filled tile, and needs no other row's length.
+    Row r has its first tile at start(r) // block_q + r, counted from the first row. This leaves
+    room for each row's last, partly filled tile, and needs no other row's length.
     """
     tile_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(query_starts + first_row)
@@ -257,7 +264,7 @@ def order_tiles_kernel(
     ordered_rows, ordered_tokens, ordered_lengths, tile_rows, tile_tokens, tile_lengths, num_tiles,
     BLOCK: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Sort tiles by falling length, stably: each tile counts the tiles that come before it."""
+    """Sort tiles by descending length, stably. A tile's place is the number of tiles before it."""
     tile_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_here_B = tile_B < num_tiles
     length_B = tl.load(tile_lengths + tile_B, mask=is_here_B, other=0)
@@ -281,12 +288,13 @@ def cut_tiles_kernel(
     first_programs, num_cut, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decide into how many parts each query tile's context is cut; store each first program.
+    """Decide into how many parts each query tile's context is cut. Stores each tile's first program
+    and the number of cut tiles.
 
-    Runs as one program. Programs start in order as others end. Tiles stay whole if the last of them
-    ends early enough by this estimate: a tile of the first wave starts at once; one of the second
-    wave starts when its partner, counted from the end of the first wave, has ended; others start at
-    the mean end of the tiles before them, at the latest.
+    Runs as one program. The device starts programs in order, as others end. Tiles stay whole if the
+    last of them ends early enough (WORTH_CUTTING) by this estimate. A tile of the first wave starts
+    at once. The i-th tile of the second wave starts when the i-th last of the first wave ends. All
+    others start, at the latest, at the mean end of the tiles before them.
     """
     total = tl.zeros([], tl.int64)
     latest = tl.zeros([], tl.int64)  # times are in context tiles over `num_resident`
@@ -328,14 +336,15 @@ def _part_size(
 ):  # fmt: skip
     """Return the largest number of context tiles of a part.
 
-    For one wave of parts it is a program's mean share, or up to 7/32 more: the smallest size with
-    which every part has a program. If no such size exists, it is chosen for two waves, from half of
-    that, and so on. Parts that fill w waves end within w times their size.
+    A wave is `num_resident` programs that run at once. For one wave the size is the mean share of a
+    program, or up to 7/32 more: the smallest with which all parts fit in the wave. If none does,
+    the size is chosen in the same way for two waves, from half the mean, then for three and four.
+    Parts that fill w waves end within w times their size.
 
-    If there are too many parts for four waves, it is a quarter of the mean: the last part ends at
-    most that much after the mean. Then there are at most 4 `num_resident` parts beyond one for each
-    tile and head. Tiles that are cut are longer than a part, and have at most 8 `num_resident`
-    parts in all.
+    If the parts fit in no four waves, the size is a quarter of the mean share, and the last part
+    ends at most that much after the mean. There are then at most 4 `num_resident` parts in excess
+    of one for each tile and head. Cut tiles are longer than a part, so they have at most 8
+    `num_resident` parts in all.
     """
     choice_C = tl.arange(0, _WAVES * _SIZES)
     waves_C = choice_C // _SIZES + 1
@@ -356,7 +365,7 @@ def _part_size(
 def program_tiles_kernel(
     program_tiles, first_programs, num_tiles, num_programs, BLOCK: tl.constexpr
 ):
-    """Store the query tile of each program, by bisection; -1 for surplus programs."""
+    """Store the query tile of each program, by bisection. Surplus programs get -1."""
     program_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low_B = tl.zeros_like(program_B)
     high_B = low_B + num_tiles

@@ -1,6 +1,7 @@
 """cuda_backend: put the parts of the CUDA backend together.
 
-Called by `create_backend`, which imports this module only for CUDA, since it imports Triton.
+Called by `rollout.backends.select`, which imports this module only for a CUDA device, because it
+imports Triton.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def cuda_backend(
     max_rows: int,
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
-    """Return a Backend on the CUDA device `index`, None for the current one.
+    """Return a Backend on the CUDA device `index`; None for the current device.
 
-    `num_graphs` and `max_mixed_graphs` go to `make_graph_shapes`; with `num_graphs` 0, steps run
-    without graphs. Raises ConfigError without a device, or if it does not support the memory kind.
+    `num_graphs`, `max_rows` and `max_mixed_graphs` choose the shapes of graphs, see
+    `make_graph_shapes`; with `num_graphs` 0 steps run without graphs. Raises ConfigError without a
+    CUDA device, or if the device does not support `memory_kind`.
     """
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device

@@ -1,6 +1,7 @@
 """copy_tokens: copy the first tokens of KV blocks to other blocks, in one kernel.
 
-The KV cache calls it, as `Backend.copy_tokens`, when samples of one prompt need their own block.
+KVCache of `rollout.worker` calls it, as `Backend.copy_tokens`, when samples that share a block of
+their prompt need blocks of their own. Writes the KV cache.
 
 Shape letters: B blocks, N bytes or words of a block, K copies; in the kernel C words of a chunk.
 """
@@ -22,7 +23,8 @@ _WORD_BYTES = 4
 def copy_tokens(
     pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
 ) -> None:
-    """Copy tokens as `CopyTokens` says."""
+    """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`; see
+    `CopyTokens`."""
     per_token = strips.bytes_per_token // _WORD_BYTES  # heads have an even number of dims
     copy_tokens_kernel[(strips.num_strips, len(source_K))](
         *(pool_BN.view(torch.int32), source_K, target_K, length_K),
@@ -38,7 +40,7 @@ def copy_tokens_kernel(
     words_per_block, words_per_strip, words_per_token,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copy one strip of one block."""
+    """Copy the first tokens of one strip of one block. Grid: (strips, copies)."""
     copy = tl.program_id(1)
     strip = tl.program_id(0).to(tl.int64) * words_per_strip
     source = pool + tl.load(sources + copy) * words_per_block + strip

@@ -1,7 +1,7 @@
 """CudaGraphs: capture a program in a CUDA graph, and replay it.
 
-Used by GraphExecutor through the protocol `GraphDevice`. Owns the stream and the memory pool of all
-captures.
+Made by `rollout.backends.cuda.backend`, used by GraphExecutor through the protocol `GraphDevice` of
+`rollout.backends.cuda.graph`. Owns the stream and the memory pool of all captures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Result = TypeVar("Result")
 
 
 class CudaGraphs:
-    """Implements `GraphDevice`. All graphs share one memory pool, since they never run at once.
+    """Implements `GraphDevice`. All graphs share one memory pool, because they never run at once.
 
-    This object keeps the pool between captures: torch lets no graph use a pool without users.
+    This object holds the pool between captures, because torch lets no graph use a freed pool.
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -38,7 +38,7 @@ class CudaGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of the pools, in use or cached, in bytes."""
+        """Bytes of device memory in the pools, in use or cached."""
         pools = [*self._kept_pools, *([] if self._pool is None else [self._pool])]
         return sum(segment["total_size"] for pool in pools for segment in pool.snapshot())
 
@@ -47,18 +47,19 @@ class CudaGraphs:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, program: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Capture the program. Returns a function that replays it, and the result it writes to.
+        """Capture the program. Returns a function that replays it, and the program's result, whose
+        tensors each replay writes.
 
-        The program first runs once without capture, to compile kernels and open handles; its errors
-        in that run are raised. Raises CaptureError if the capture fails.
+        The program first runs once without capture, to compile kernels and open handles. An error
+        of that run is raised as it is. Raises CaptureError if the capture fails.
         """
         cuda = self._cuda
         with cuda.device(self._device):
             stream, pool = self._place()
             current = cuda.current_stream(self._device)
             stream.wait_stream(current)
-            # On the capture's stream: cuBLAS allocates a workspace per stream for good, which must
-            # not come from the pool, or it would keep the pool alive.
+            # Run on the capture's stream: cuBLAS allocates a permanent workspace per stream. If it
+            # came from the pool, it would keep the pool alive.
             with cuda.stream(stream):
                 program()
             current.wait_stream(stream)
@@ -68,10 +69,8 @@ class CudaGraphs:
         return _Replay(graph, pool), result
 
     def _record(self, program: Callable[[], Result], graph: Any, pool: Any, stream: Any) -> Result:
-        """Capture the program in `graph`, and return its result.
-
-        A failed capture raises twice: in the program, with the cause, and at the end of capture.
-        """
+        """Capture the program in `graph`, and return its result. Raises the first error. A failed
+        capture raises twice: the cause in the program, and again at the end of capture."""
         cuda = self._cuda
         errors: list[BaseException] = []
         try:
@@ -99,7 +98,7 @@ class CudaGraphs:
         Torch counts the capture as a user of the pool forever, and aborts the process if a pool in
         use is freed. The allocator of page-locked memory still reads the graph.
         """
-        # While torch believes that a capture runs, it returns no memory and frees no pool.
+        # Tell torch that the capture has ended; otherwise it would return no memory from now on.
         # `suppress`: the capture may not have begun.
         with suppress(RuntimeError):
             self._cuda.memory._cuda_endAllocateToPool(self._device.index, pool.id)
@@ -109,18 +108,17 @@ class CudaGraphs:
         self._pool = None
 
     def forget(self) -> None:
-        """Release the pool after all graphs were dropped; the next capture begins a new pool.
-
-        Pools of failed captures are kept.
-        """
+        """Release the pool. The caller must have dropped all graphs. The next capture makes a new
+        pool. Pools of failed captures are kept."""
         self._pool = None
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
-        """Start the copy of the result to the host; return a function that waits for it."""
+        """Start the copy of the result to the host. The returned function waits for the result."""
         return download(result, self._device)
 
     def _place(self) -> tuple[Any, Any]:
-        """Return the stream of all warm-ups and captures, and their pool."""
+        """Return the stream of all warm-up runs and captures, and the pool of captures. Makes them
+        if there are none."""
         if self._stream is None:
             self._stream = self._cuda.Stream(self._device)
         if self._pool is None:
@@ -129,7 +127,8 @@ class CudaGraphs:
 
 
 class _Replay:
-    """Replays a graph, and keeps its pool: torch aborts if the pool is freed before the graph."""
+    """A call replays the graph. Holds its pool, because torch aborts the process if the pool is
+    freed before the graph."""
 
     def __init__(self, graph: Any, pool: Any) -> None:
         self._graph, self._pool = graph, pool
@@ -143,10 +142,10 @@ class _Replay:
 
 @contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Disable garbage collection for all threads while entered.
+    """Disable garbage collection, for all threads, within the context.
 
-    A finalizer that waits for the device invalidates every capture on it, and so does one that
-    frees device memory in the capturing thread.
+    A finalizer that waits for the device, or frees device memory in the capturing thread, would
+    invalidate the capture.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -158,10 +157,8 @@ def _paused_collection() -> Iterator[None]:
 
 
 def _capture_error(errors: list[BaseException]) -> BaseException:
-    """Return the error to raise for the first of these errors, and empty the list.
-
-    The list is referenced by the errors' frames, and would keep them alive.
-    """
+    """Return the error to raise for the first of `errors`: a CaptureError, or the error itself if
+    it is no Exception. Empties the list, which would keep the errors' frames alive."""
     first = errors[0]
     errors.clear()
     if not isinstance(first, Exception):

@@ -1,6 +1,6 @@
 """Cudart: the functions of the CUDA runtime library that torch does not offer.
 
-Used by CudaRuntime (runtime.py).
+Used by `rollout.backends.cuda.runtime`. Allocates, frees and page-locks memory of the process.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class IpcHandle(ctypes.Structure):
 
 
 class Cudart:
-    """The library's calls; pointers are ints.
+    """The library's functions as methods; pointers are ints.
 
-    Every method raises MemoryError if memory was refused, and RuntimeError for any other error, and
-    clears the error so that torch does not report it again.
+    Every method raises MemoryError if memory was refused, and RuntimeError for any other error. It
+    clears the library's error state, so that torch does not report the error again.
     """
 
     def __init__(self, library: Any) -> None:
@@ -45,7 +45,8 @@ class Cudart:
         self._takes_locations = version.value >= _FIRST_VERSION_WITH_LOCATIONS
 
     def malloc_managed(self, num_bytes: int) -> int:
-        """Allocate memory that the host and the current device share; return its address."""
+        """Allocate managed memory, which the host and the current device share. Returns its
+        address."""
         pointer = ctypes.c_void_p()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(_ATTACH_GLOBAL)
         self._call("cudaMallocManaged", ctypes.byref(pointer), size, flags)
@@ -53,7 +54,7 @@ class Cudart:
         return pointer.value
 
     def malloc(self, num_bytes: int) -> int:
-        """Allocate memory of the current device; return its address."""
+        """Allocate memory of the current device. Returns its address."""
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         assert pointer.value is not None
@@ -66,7 +67,8 @@ class Cudart:
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Open another process's memory of the current device; return its address here."""
+        """Open another process's memory of the current device. Returns its address in this
+        process."""
         pointer, lazy_peer_access = ctypes.c_void_p(), ctypes.c_uint(1)
         given = IpcHandle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(pointer), given, lazy_peer_access)
@@ -82,14 +84,15 @@ class Cudart:
         self._call("cudaFree", ctypes.c_void_p(pointer))
 
     def prefer(self, pointer: int, num_bytes: int, place: int) -> None:
-        """Keep managed memory at `place`: a device's index, or HOST."""
+        """Make `place`, a device's index or HOST, the preferred location of managed memory."""
         where = self._location(place) if self._takes_locations else ctypes.c_int(place)
         advice = ctypes.c_int(_SET_PREFERRED_LOCATION)
         size = ctypes.c_size_t(num_bytes)
         self._call("cudaMemAdvise", ctypes.c_void_p(pointer), size, advice, where)
 
     def prefetch(self, pointer: int, num_bytes: int, place: int) -> None:
-        """Start to move managed memory to `place`, on the default stream."""
+        """Start to move managed memory to `place`, a device's index or HOST, on the default
+        stream."""
         memory = ctypes.c_void_p(pointer), ctypes.c_size_t(num_bytes)
         if self._takes_locations:
             where: tuple[Any, ...] = self._location(place), ctypes.c_uint(0)

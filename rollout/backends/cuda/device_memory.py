@@ -1,6 +1,7 @@
 """CudaDeviceMemory: the memory kind "device", buffers of torch's own allocator.
 
-Used by the KV cache and weight memory, which drop a buffer to release it and allocate it again.
+Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
+`MemoryBackend`; a restored buffer is a new tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, too_large
 class CudaDeviceMemory(CudaMemory):
     """Implements `MemoryBackend` with torch's own allocator.
 
-    A released buffer's memory returns to the device once the caller has dropped its views as well.
+    The device gets a released buffer's memory back at `trim`, once the caller has dropped all views
+    of the buffer.
     """
 
     has_stable_addresses = False
@@ -31,10 +33,8 @@ class CudaDeviceMemory(CudaMemory):
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns its bytes, which the device gets back at `trim`.
-
-        Returns 0 while a view of the buffer exists, and if it was released already.
-        """
+        """Drop the buffer. Returns the bytes that became free in torch's allocator: 0 while a view
+        of the buffer exists, or if it was released already."""
         if name not in self._tensors:
             return 0
         before = self._runtime.allocated_bytes()
@@ -42,10 +42,8 @@ class CudaDeviceMemory(CudaMemory):
         return min(self._num_bytes[name], before - self._runtime.allocated_bytes())
 
     def restore(self, name: str) -> Tensor:
-        """Return the buffer, allocated again if it was released; its address may differ.
-
-        Raises ConfigError if memory is short.
-        """
+        """Return the buffer. If it was released, allocates a new one, with undefined contents, most
+        likely at another address. Raises ConfigError if memory is short."""
         if name not in self._tensors:
             self._tensors[name] = self._empty(name, self._num_bytes[name])
         return self._tensors[name]

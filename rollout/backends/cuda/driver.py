@@ -1,6 +1,7 @@
 """CudaDriver: calls of CUDA's virtual memory management, which torch does not offer.
 
-Used by VirtualMemory (vmm.py).
+Opened by `rollout.backends.cuda.runtime`, used by `rollout.backends.cuda.vmm`. Reserves addresses
+and allocates device memory of the process.
 
 Source: CUDA driver API, "Virtual Memory Management".
 """
@@ -41,7 +42,7 @@ class AccessDesc(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver's calls; addresses and handles are ints.
+    """The driver's functions as methods; addresses and handles are ints.
 
     Every method raises MemoryError if memory was refused, and RuntimeError for any other error,
     with the function's name and the driver's reason.
@@ -52,21 +53,21 @@ class CudaDriver:
         self._library = library
 
     def has_virtual_memory(self, device: int) -> bool:
-        """Return whether the device supports the other methods."""
+        """Return whether the device supports virtual memory management, so all other methods."""
         answer = ctypes.c_int()
         attribute = ctypes.c_int(_HAS_VIRTUAL_MEMORY)
         self._call("cuDeviceGetAttribute", ctypes.byref(answer), attribute, ctypes.c_int(device))
         return bool(answer.value)
 
     def granularity(self, device: int) -> int:
-        """Return the number of bytes that all sizes and addresses must be multiples of."""
+        """Return the number of bytes of which all sizes and addresses must be multiples."""
         size, prop = ctypes.c_size_t(), _prop(device)
         flags = ctypes.c_int(_MINIMUM)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), flags)
         return size.value
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve address space without memory, and return its address."""
+        """Reserve address space without memory. Returns its address."""
         address, no_flags = ctypes.c_uint64(), ctypes.c_uint64(0)
         anywhere, any_alignment = ctypes.c_uint64(0), ctypes.c_size_t(0)
         size = ctypes.c_size_t(num_bytes)
@@ -77,18 +78,18 @@ class CudaDriver:
         return address.value
 
     def free_reserved(self, address: int, num_bytes: int) -> None:
-        """Free reserved addresses; nothing may be mapped there."""
+        """Free reserved addresses. No memory may be mapped there."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def create(self, num_bytes: int, device: int) -> int:
-        """Allocate device memory without an address, and return its handle."""
+        """Allocate device memory without an address. Returns its handle."""
         handle, prop = ctypes.c_uint64(), _prop(device)
         size, no_flags = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(prop), no_flags)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Free the memory of a handle, as soon as it is mapped nowhere."""
+        """Release a handle. Its memory is freed once it is unmapped."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
@@ -105,7 +106,7 @@ class CudaDriver:
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def allow(self, address: int, num_bytes: int, device: int) -> None:
-        """Allow the device to read and write the memory that is mapped there."""
+        """Allow the device to read and write the memory mapped at `address`."""
         access = AccessDesc(MemLocation(_DEVICE, device), _READ_AND_WRITE)
         where = ctypes.c_uint64(address), ctypes.c_size_t(num_bytes)
         self._call("cuMemSetAccess", *where, ctypes.byref(access), ctypes.c_size_t(1))

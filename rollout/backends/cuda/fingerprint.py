@@ -1,8 +1,7 @@
-"""The fingerprint of ops/fingerprint.py in one pass over a tensor on a GPU, including the cast.
+"""The fingerprint of `rollout.backends.ops.fingerprint`, computed in one pass over a tensor on a
+GPU, including the cast.
 
-Called by TritonOps.
-
-Shape letters: P programs, B elements of one.
+Used by `rollout.backends.cuda.ops`. Shape letters: P programs, B elements of a program.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ def fingerprint_kernel(
     EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store (hash, number of non-finite values) of BLOCK elements in a row of `sums`."""
+    """Store (hash, number of non-finite values) of this program's BLOCK elements in its row of
+    `sums`."""
     program = tl.program_id(0).to(tl.int64)
     positions_B = program * BLOCK + tl.arange(0, BLOCK)
     mask_B = positions_B < num_values
     values_B = tl.load(values_ptr + positions_B, mask=mask_B, other=0.0)
     if values_ptr.dtype.element_ty != TARGET:
-        # Through float32, as torch rounds.
+        # torch casts through float32, too.
         values_B = values_B.to(tl.float32).to(TARGET)
     bits_B = values_B.to(BITS, bitcast=True).to(tl.uint64)
     places_B = positions_B
@@ -74,7 +74,8 @@ def _products(places_B, bits_B, SIZE: tl.constexpr):
 
 @triton.jit
 def _keys(words_B):
-    """Return the keys of words, given their indices, uint64; see ops/fingerprint.py."""
+    """Return the keys, uint64, of the words with these indices; see
+    `rollout.backends.ops.fingerprint`."""
     return _odd(2 * (words_B % NUM_COLUMNS)) * _odd(2 * (words_B // NUM_COLUMNS) + 1)
 
 
@@ -88,16 +89,18 @@ def _odd(numbers_B):
 
 
 def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `fingerprint` supports `x`: on a GPU (or interpreted), with known floats."""
+    """Return whether `fingerprint` supports `x` and `dtype`: `x` is on a GPU, or kernels are
+    interpreted, and both dtypes are in TYPES."""
     is_interpreted = not isinstance(fingerprint_kernel, triton.JITFunction)
     return (x.is_cuda or is_interpreted) and {x.dtype, dtype} <= TYPES.keys()
 
 
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-    """Return (hash, number of non-finite values) of x.to(dtype), int64 [2], without a host wait.
+    """Return (hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device. The host
+    does not wait.
 
-    `places`: positions of the elements in the tensor of which `x` is a part; None if `x` is whole.
-    Takes two launches, and a copy if `x` is not contiguous.
+    `places`: positions of x's elements in a larger tensor; None if `x` is a whole tensor. Takes two
+    launches, and a copy if `x` is not contiguous.
     """
     x = x.detach().contiguous()
     sums_P2 = torch.empty(triton.cdiv(x.numel(), BLOCK), 2, dtype=torch.int64, device=x.device)

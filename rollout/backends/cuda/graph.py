@@ -1,6 +1,7 @@
 """GraphExecutor: replay steps from graphs that were captured once for their shape.
 
-The executor of the CUDA backend unless graphs are turned off. Owns the captured graphs.
+Made by `rollout.backends.cuda.backend` as the executor of the CUDA backend, unless graphs are
+turned off. Owns the captured graphs and the device memory of their inputs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rollout.backends.cuda.graph_shapes import MAX_LOGIT_BYTES, GraphShape, GraphShapes
-from rollout.backends.cuda.left_out import left_out, with_more
 from rollout.backends.cuda.static_inputs import StaticInputs
+from rollout.backends.cuda.uncaptured import merge_results, uncaptured_work
 from rollout.backends.executors.eager import EagerExecutor
 from rollout.backends.executors.transfer import upload
 from rollout.backends.step_tensors import Fetch, HostArray, Program, StepInputs, StepLayout
@@ -32,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 # Largest difference of log-probs between a replay and an eager run of the same step.
 _LOGPROB_TOLERANCE = 1e-2
-# A failed capture may keep a pool of device memory for good, and mostly all shapes fail alike.
+# A failed capture may keep device memory forever, and mostly all shapes fail for the same reason.
 _MAX_FAILED_CAPTURES = 3
 
 
 class CaptureError(Exception):
-    """A program that ran cannot be captured. `__cause__` is the first error."""
+    """Raised if a program that ran cannot be captured. `__cause__` is the first error."""
 
 
 class GraphDevice(Protocol):
-    """Captures and replays programs on a device: CudaGraphs, or a fake in tests."""
+    """Captures and replays programs on a device. CudaGraphs implements it, and a fake in tests."""
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of captured graphs, in bytes."""
+        """Bytes of device memory of captured graphs."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -53,18 +54,16 @@ class GraphDevice(Protocol):
         ...
 
     def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
-        """Run `program`, then capture it. Returns a function that replays it, and its result.
-
-        Each replay writes to the same result tensors. Raises CaptureError if the capture fails.
-        """
+        """Run `program`, then capture it. Returns a function that replays it, and the program's
+        result, whose tensors each replay writes. Raises CaptureError if the capture fails."""
         ...
 
     def forget(self) -> None:
-        """Release the memory of all graphs, which were dropped, as far as possible."""
+        """Release the memory of all graphs as far as possible. The caller has dropped them."""
         ...
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
-        """Start the copy of the result to the host; return a function that waits for it."""
+        """Start the copy of the result to the host. The returned function waits for the result."""
         ...
 
 
@@ -86,9 +85,9 @@ class GraphExecutor:
     """Implements `BackendExecutor`. A graph holds the whole step, from token ids to sampled tokens.
 
     A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it fits
-    no shape, if its logits exceed MAX_LOGIT_BYTES, or if the capture of its shape failed on any
-    rank. Work that graphs do not contain (left_out.py) is launched after the replay, from the
-    graph's hidden states.
+    no shape whose logits take at most MAX_LOGIT_BYTES, if it draws no token, or if the capture of
+    its shape failed on any rank. Work that graphs leave out (`rollout.backends.cuda.uncaptured`)
+    is launched after the replay, from the graph's hidden states.
     """
 
     overlaps = True
@@ -112,12 +111,13 @@ class GraphExecutor:
 
     @property
     def num_bytes(self) -> Mapping[str, int]:
-        """Device memory of graphs and of step inputs, in bytes."""
+        """Bytes of device memory of graphs and of step inputs."""
         num_inputs = self._static.num_bytes + self._eager.num_bytes["inputs"]
         return {"graphs": self._graphs.num_bytes, "inputs": num_inputs}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Reserve memory for the inputs of all shapes, with block tables of `max_blocks`."""
+        """Drop the shapes whose logits are too large, and reserve memory for the inputs of the
+        others, with block tables of `max_blocks`."""
         self._graph_shapes = self._graph_shapes.within(MAX_LOGIT_BYTES, vocab_size)
         shapes = (
             *self._graph_shapes.decode,
@@ -127,7 +127,8 @@ class GraphExecutor:
         self._static = StaticInputs(shapes, max_blocks, self._device, self._graphs.pinned)
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Replay the smallest graph that the step fits, and start the copy of its result."""
+        """Replay the smallest graph that the step fits, or run the step eagerly, and start the copy
+        of its result. The returned function waits for the result."""
         shape = self._graph_shapes.smallest_for(inputs)
         if self._is_doubtful and shape is not None:
             self._check_replay(program)
@@ -137,25 +138,25 @@ class GraphExecutor:
         self._static.load(shape, inputs)
         graph.replay()
         fetch = self._graphs.download(_without_padding(graph.ran.result, inputs.layout, shape))
-        more = left_out(inputs, shape.num_rows)
+        more = uncaptured_work(inputs, shape.num_rows)
         if more is None:
             return fetch
         fetch_more = self._launch_more(program, more.inputs, graph.ran.hidden_LE)
-        return lambda: with_more(fetch(), fetch_more(), more.samples)
+        return lambda: merge_results(fetch(), fetch_more(), more.samples)
 
     def _launch_more(
         self, program: Program, inputs: StepInputs[HostArray], hidden_LE: Tensor
     ) -> Fetch:
-        """Draw and score from some of these rows, without a graph."""
+        """Draw and score from the rows of `hidden_LE` that `inputs` name, without a graph."""
         on_device = upload(inputs, None, self._device)
         rows_LE = hidden_LE.index_select(0, on_device.layout.logit_indices_L)
         return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes, except shapes that score prompts and shapes captured already.
+        """Capture all shapes that are not captured yet, except shapes that score prompts.
 
-        Returns the number of successful captures. The largest comes first, so that the others reuse
-        its memory.
+        Returns the number of successful captures. The largest shape comes first, so that the others
+        reuse its memory.
         """
         before = self.num_captures
         for shape in sorted(
@@ -165,10 +166,8 @@ class GraphExecutor:
         return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Drop all graphs if memory `has_moved`; else check one before the next step.
-
-        Returns the number of graphs dropped.
-        """
+        """Drop all graphs if memory `has_moved`; else let the next step check one of them. Returns
+        the number of graphs dropped now."""
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
             self._drop_graphs()
@@ -176,7 +175,8 @@ class GraphExecutor:
         return num_dropped
 
     def _graph_of(self, program: Program, shape: GraphShape) -> _Captured | None:
-        """Return the shape's graph, capturing it if needed; None if its steps run eagerly."""
+        """Return the shape's graph, captured now if needed; None if the shape's steps must run
+        eagerly. A collective."""
         if shape not in self._captured and self._may_capture(shape):
             captured = self._capture(program, shape)
             # A graph contains collectives: all ranks replay, or none does.
@@ -194,8 +194,8 @@ class GraphExecutor:
     def _capture(self, program: Program, shape: GraphShape) -> _Captured | None:
         """Capture the shape. Returns None and logs the error if the capture fails.
 
-        The program runs before, including its collectives; errors of that run are raised, as in any
-        step.
+        The program first runs without capture, including its collectives. Errors of that run are
+        raised, as in any step.
         """
         on_host = self._static.load(shape, None)
         on_device = self._static.on_device(shape)
@@ -216,8 +216,8 @@ class GraphExecutor:
     def _check_replay(self, program: Program) -> None:
         """Compare the replay of a step of padding with the same step run eagerly.
 
-        They differ if the graph points to memory that no longer holds the weights; then all graphs
-        are dropped.
+        They differ if the graph reads memory that no longer holds the weights. All graphs are
+        dropped then, on all ranks.
         """
         self._is_doubtful = False
         shape = min(self._captured, key=_size)
@@ -238,9 +238,8 @@ class GraphExecutor:
 
 
 def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tensor]) -> Ran:
-    """Run the part of a step that a graph holds: the forward pass, and draws from its
-    first rows.
-    """
+    """Run the part of a step that a graph holds: the forward pass, and the draws from its first
+    rows."""
     hidden_LE, routing_TLK = program.forward(host, inputs)
     drawn = program.draw(host, inputs, hidden_LE[: inputs.layout.num_drawn_logits])
     return Ran(replace(drawn, routing_TLK=routing_TLK), hidden_LE)
@@ -249,7 +248,7 @@ def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tenso
 def _without_padding(
     result: StepOutput[Tensor], layout: StepLayout[HostArray], shape: GraphShape
 ) -> StepOutput[Tensor]:
-    """Return the part of a graph's result that the step asked for."""
+    """Return a graph's result without padding, and without log-probs if no sample wants them."""
     draws = StepOutput(samples=result.samples)
     samples = map_arrays(draws, lambda array_S: array_S[: len(layout.draws_S)]).samples
     if not layout.flags.any_logprobs:

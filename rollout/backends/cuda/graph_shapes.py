@@ -1,6 +1,8 @@
-"""GraphShape: the sizes of one captured step; GraphShapes: all shapes, and the best fit of a step.
+"""GraphShape: the sizes of one captured step. GraphShapes: all shapes, and which of them a step
+uses.
 
-`cuda_backend` makes them from the config; GraphExecutor uses them. Immutable.
+`rollout.backends.cuda.backend` makes them from the config; GraphExecutor and StaticInputs use them.
+Immutable.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ from dataclasses import dataclass, replace
 
 from rollout.backends.step_tensors import HostArray, StepInputs
 
-# A mixed step with more prefill tokens is bound by arithmetic, which hides launching its kernels
-# one by one.
+# A mixed step with more prefill tokens is bound by arithmetic, so a graph would not speed it up.
 PREFILL_TOKENS = (64, 128, 256, 512)
 PREFILL_ROWS = 16
-# Largest memory for the logits of a captured step, which stays reserved as long as its graph.
+# Largest memory for the logits of a captured step. It stays reserved as long as the graph exists.
 MAX_LOGIT_BYTES = 1 << 30
-_SAMPLES_PER_PREFILL_ROW = 8  # a prompt's first tokens are sampled with it, for all its samples
+_SAMPLES_PER_PREFILL_ROW = 8  # a prompt's prefill also draws the first token of all its samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
-    """The room of a captured step: rows that decode one token each, then rows that prefill."""
+    """The largest step that a graph can run: rows that decode one token each, then rows that
+    prefill. `scores_prompts`: whether it can score prompt tokens."""
 
     num_decode_rows: int
     num_prefill_rows: int = 0
@@ -34,10 +36,8 @@ class GraphShape:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, and of logit rows to draw from: each row has at most one.
-
-        Several samples may draw from one logit row.
-        """
+        """Number of rows, and so of logit rows to draw from: each row has at most one, from which
+        several samples may draw."""
         return self.num_decode_rows + self.num_prefill_rows
 
     @property
@@ -49,10 +49,8 @@ class GraphShape:
         return self.num_decode_rows + _SAMPLES_PER_PREFILL_ROW * self.num_prefill_rows
 
     def logit_bytes(self, vocab_size: int) -> int:
-        """Return the bytes of a step's logits.
-
-        These are 16-bit products, their float32 form, and copies for samples that share a row.
-        """
+        """Return the bytes of a step's logits: 16-bit products, their float32 form, and copies for
+        samples that share a row."""
         num_copied = self.num_samples if self.num_prefill_rows else 0
         return vocab_size * (6 * self.num_rows + 4 * num_copied)
 
@@ -71,19 +69,17 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShapes:
-    """All shapes of an engine, `decode` and `mixed`, each in order of size.
+    """All shapes of an engine, by kind of step, each in ascending order of size.
 
-    A step that scores prompts computes the hidden states of all its tokens to the end, which other
-    steps do not. Such steps have their own shapes, `scoring`.
+    `decode`: steps without prefill. `mixed`: steps with decode and prefill. `scoring`: steps that
+    score prompts, which compute the hidden states of all their tokens to the end.
     """
 
     decode: tuple[GraphShape, ...] = ()
     mixed: tuple[GraphShape, ...] = ()
 
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
-        """Return the smallest shape that the step fits; None if too large, or if it
-        draws nothing.
-        """
+        """Return the smallest shape that the step fits; None if it fits none, or draws no token."""
         layout = inputs.layout
         if not len(layout.draws_S):
             return None
@@ -94,10 +90,8 @@ class GraphShapes:
 
     @property
     def scoring(self) -> tuple[GraphShape, ...]:
-        """Shapes of steps that score prompts: one for each number of prefill tokens.
-
-        Each has the most decode rows of the mixed shapes with that number.
-        """
+        """Shapes of steps that score prompts: one for each number of prefill tokens. Each has the
+        most decode rows of all mixed shapes with that number of prefill tokens."""
         widest = {shape.num_prefill_tokens: shape for shape in self.mixed}
         return tuple(replace(shape, scores_prompts=True) for shape in widest.values())
 
@@ -111,9 +105,10 @@ class GraphShapes:
 
 
 def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> GraphShapes:
-    """Return at most `num_graphs` shapes; at most half of them, and `max_mixed`, for mixed steps.
+    """Return at most `num_graphs` shapes. At most half of them, and `max_mixed`, are mixed shapes.
 
-    `num_graphs` None: shapes for every size of decode steps, plus `max_mixed` mixed shapes.
+    If `num_graphs` is None, returns shapes of all decode sizes up to `max_rows` rows, and
+    `max_mixed` mixed shapes.
     """
     sizes = _sizes(max_rows)
     num_mixed = max_mixed if num_graphs is None else min(max_mixed, num_graphs // 2)
@@ -132,18 +127,15 @@ def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> 
 
 
 def _sizes(largest: int) -> list[int]:
-    """Return row counts of decode shapes: padding is below 16 rows, or below the step's
-    own rows.
-    """
+    """Return the row counts of decode shapes. They are so close that a step is padded by fewer than
+    16 rows, and by fewer than it has."""
     steps = (1, 2, 4, *range(8, 64, 8), *range(64, largest, 16))
     return sorted({size for size in steps if size < largest} | {largest})
 
 
 def _spread(values: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the sorted values, evenly spread, always with the last.
-
-    If `count` is 2 or more, the first is included as well.
-    """
+    """Return at most `count` of the sorted values, evenly spread. The last is always included, and
+    the first if `count` is 2 or more."""
     if count <= 1:
         return [*values[-1:]] * count
     last = len(values) - 1

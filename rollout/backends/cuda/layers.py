@@ -1,7 +1,8 @@
 """Norms and the gated activation, as one Triton kernel each.
 
-Called by TritonOps. Computed in float32 and rounded where `ReferenceOps` rounds. Shape letters: R
-rows, D features of a row, N features of one half.
+Used by `rollout.backends.cuda.ops`, and by `rollout.backends.cuda.sampling` for strides. Computed
+in float32 and rounded where ReferenceOps rounds. Shape letters: R rows, D features of a row, N
+features of one half.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Norm one row, a head of a token. `out` is contiguous."""
+    """Store the RMS norm of one row, which is one head of one token. `out` is contiguous."""
     row = tl.program_id(0)
     offsets_D = tl.arange(0, BLOCK)
     mask_D = offsets_D < num_features
@@ -57,7 +58,8 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Add one row of x and residual, and norm the sum. `out` and `total` are contiguous."""
+    """Store the sum of one row of x and residual, and the sum's RMS norm. `out` and `total` are
+    contiguous."""
     row = tl.program_id(0)
     offsets_D = tl.arange(0, BLOCK)
     mask_D = offsets_D < num_features
@@ -65,7 +67,7 @@ def add_rms_norm_kernel(
     residual_row_ptr = residual_ptr + row.to(tl.int64) * residual_stride
     x_D = tl.load(x_row_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
     residual_D = tl.load(residual_row_ptr + offsets_D, mask=mask_D, other=0.0).to(tl.float32)
-    # The sum is rounded before it is normed, so that both results are of the same numbers.
+    # The sum is rounded before it is normed, so that the norm belongs to the stored sum.
     total_D = (x_D + residual_D).to(total_ptr.dtype.element_ty)
     _store_row(total_ptr, row, num_features, total_D, offsets_D, mask_D)
     total_D = total_D.to(tl.float32)
@@ -96,7 +98,7 @@ def _store_row(out_ptr, row, num_features, values_D, offsets_D, mask_D):
 
 @triton.jit
 def silu_mul_kernel(out_ptr, gate_up_ptr, num_features, row_stride, BLOCK: tl.constexpr):
-    """Compute BLOCK features of one row."""
+    """Store silu(gate) * up for BLOCK features of one row."""
     row = tl.program_id(0)
     offsets_N = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask_N = offsets_N < num_features
@@ -111,9 +113,9 @@ def silu_mul_kernel(out_ptr, gate_up_ptr, num_features, row_stride, BLOCK: tl.co
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, contiguous, in x's dtype.
 
-    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: round to x's dtype also
-    before the product with the weight, as most trainers' modules do. Source: Zhang and Sennrich
-    2019, "Root mean square layer normalization", eq. 4.
+    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: round to x's dtype
+    before the product with the weight, too, as most trainers' modules do. Source: Zhang and
+    Sennrich 2019, "Root mean square layer normalization", eq. 4.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_features = x.shape[-1]
@@ -134,10 +136,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = Fa
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual), both contiguous and in x's dtype.
-
-    The sum is rounded before it is normed. The arguments are not changed.
-    """
+    """Return (rms_norm(x + residual), x + residual), both contiguous and in x's dtype. The sum is
+    rounded before it is normed. The arguments are not changed."""
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     num_features = x.shape[-1]
     num_rows = out.numel() // num_features
@@ -157,7 +157,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(first half of the last dim) * second half; silu is rounded before the product."""
+    """Return silu(first half of the last dim) * second half. silu is rounded before the product."""
     num_features = gate_up.shape[-1] // 2
     shape = (*gate_up.shape[:-1], num_features)
     out = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
@@ -173,7 +173,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def num_warps_of(block: int) -> int:
-    """Return the warps for a row of `block` features: 16 features per thread, at most 16 warps."""
+    """Return the number of warps for a row of `block` features: one per 512 features, 1 to 16."""
     return min(max(block // _FEATURES_PER_WARP, 1), _MAX_WARPS)
 
 

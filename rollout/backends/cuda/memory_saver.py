@@ -1,6 +1,7 @@
 """MemorySaverMemory: the memory kind "torch_memory_saver", by the package of that name.
 
-Used by the KV cache and weight memory. Released buffers keep their addresses.
+Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
+`MemoryBackend`. Released buffers keep their addresses.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ _SMALLEST_SEGMENT, _SEGMENT_STEP = 20 << 20, 2 << 20
 class MemorySaverMemory(CudaMemory):
     """Implements `MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
 
-    Release unmaps the device's pages from addresses that stay reserved; restore maps new ones. The
-    package hooks into torch's allocator, so that nothing need be preloaded; in a process that was
-    started with its library in LD_PRELOAD it uses that library.
+    `release` unmaps the device's pages from addresses that stay reserved; `restore` maps new pages.
+    The package hooks into torch's allocator. In a process that was started with the package's
+    library in LD_PRELOAD it uses that library instead.
 
     If CUDA refuses memory, the package ends the process with exit(1). Free memory is checked first,
-    but another process may allocate it in between; VirtualMemory does not have this problem.
+    but another process may allocate it in between. VirtualMemory does not have this problem.
 
-    Memory is kept for the life of the process: call `release` before dropping this object.
+    Buffers that are not released keep their memory for the life of the process, also after this
+    object is freed.
     """
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        """Raises ConfigError if the package is missing, or incompatible with torch's settings."""
+        """Raise ConfigError if the package is missing, or incompatible with torch's settings."""
         _refuse_expandable_segments()
         super().__init__(runtime)
         self._saver = _saver()
@@ -57,7 +59,7 @@ class MemorySaverMemory(CudaMemory):
         return tensor
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory. Returns its bytes, 0 if it was released already."""
+        """Release the buffer's memory. Returns its bytes; 0 if it was released already."""
         if name in self._released:  # a second pause would make the package end the process
             return 0
         self._runtime.synchronize()  # no kernel may use the pages while they are unmapped
@@ -88,7 +90,7 @@ def _saver() -> Any:
             "pip install torch-memory-saver (extra 'gpu'), or use memory_kind='vmm' or 'device'"
         ) from error
     if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
-        with contextlib.suppress(AttributeError):  # it has been used before: the mode stands
+        with contextlib.suppress(AttributeError):  # already used: the mode cannot change
             saver.hook_mode = "torch"
     # Never collected: its pools would free their memory at the end of the process, outside all
     # regions, and then the package calls exit(1).

@@ -1,7 +1,7 @@
 """TritonOps: ReferenceOps with norms, activation, sampling, scoring and hashing in Triton.
 
-The operations of the CUDA backend. Products are torch's (cuBLAS); rotary is the reference's, since
-the attention kernels do their own.
+Made by `rollout.backends.cuda.backend` as the operations of the CUDA backend. Products are torch's
+(cuBLAS). Rotation is inherited, because `rollout.backends.cuda.append` rotates in its own kernel.
 Shape letters: P scored tokens, S sample rows, V vocabulary.
 """
 
@@ -21,12 +21,12 @@ from rollout.step.output import SampleResult, ScoreResult
 
 
 class TritonOps(ReferenceOps):
-    """Implements `Ops` on a GPU. Without top-n no operation waits for the device."""
+    """Implements `Ops` on a GPU. Sampling and scoring without top-n do not make the host wait."""
 
     rounds_like_trainers = True
 
     def linear_float32(self, x_TK: Tensor, handle: DenseLinear) -> Tensor:
-        """Return x @ weight.T + bias with the float32 sums of the product, [T, N]."""
+        """Return x @ weight.T + bias, float32 [T, N], by `float32_product`."""
         return float32_product(x_TK, handle.weight_NK, handle.bias_N)
 
     def rms_norm(
@@ -52,13 +52,13 @@ class TritonOps(ReferenceOps):
         return triton_layers.silu_mul(gate_up)
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row; a batch with top-n is sampled in torch."""
+        """Draw one token per row. A batch with top-n is sampled in torch."""
         if sampling.top_n:
             return super().sample(logits_SV, sampling)
         return triton_sampling.sample(logits_SV, sampling)
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Return raw log-probs of the targets; with top-n, both are computed in torch."""
+        """Return raw log-probs of the targets. With top-n, both are computed in torch."""
         if top_n:
             return super().score(logits_PV, targets_P, top_n)
         return ScoreResult(logprobs_P=triton_sampling.score(logits_PV, targets_P))
@@ -66,7 +66,8 @@ class TritonOps(ReferenceOps):
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
         """Return (hash, number of non-finite values) of x.to(dtype).
 
-        A tensor on the host is copied to the device first, which is faster than hashing it there.
+        A tensor on the host is copied to the GPU first, which is faster than hashing it on the
+        host; the result is then on the GPU.
         """
         if not x.is_cuda and torch.cuda.is_available():
             x = x.to("cuda")

@@ -1,6 +1,7 @@
 """PinnedHostArena: one reusable, page-locked host buffer that grows by chunks.
 
-Used by the KV cache and weight memory to offload to the host.
+Made by `rollout.backends.cuda.backend`. The KV cache and weight memory offload to it, through
+`HostArena`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _CHUNK_BYTES = 64 << 20  # locking a page costs more than copying it
 class PinnedHostArena:
     """Implements `HostArena` with a page-locked anonymous mapping.
 
-    One call locks all of it, since CUDA refuses a copy that spans two locked ranges. So growing
-    means a new mapping; the arena grows by whole chunks, and by at least a quarter, to do so
-    rarely. Views outlive `release` as pageable memory. Locked pages cannot be freed one by one.
+    One call locks the whole mapping, because CUDA refuses a copy that spans two locked ranges. To
+    grow, the arena makes a new mapping; it grows by at least a quarter, to whole chunks, so that
+    this is rare. Views outlive `release` as pageable memory. Locked pages cannot be freed one by
+    one.
     """
 
     def __init__(self, runtime: CudaRuntime, chunk_bytes: int = _CHUNK_BYTES) -> None:
@@ -31,10 +33,8 @@ class PinnedHostArena:
         self._unlock: weakref.finalize[..., PinnedHostArena] | None = None
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 view of exactly `num_bytes`. Growing discards earlier contents.
-
-        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty.
-        """
+        """Return a flat uint8 view of the first `num_bytes`. Growing the arena loses its contents.
+        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty."""
         if self._locked_N is None or num_bytes > self._locked_N.numel():
             wanted = max(num_bytes, self.num_bytes * 5 // 4)
             self.release()  # first, so that the two mappings never exist together
@@ -44,15 +44,16 @@ class PinnedHostArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes the arena holds now, all page-locked."""
+        """Number of bytes that the arena holds now, all page-locked."""
         return 0 if self._locked_N is None else self._locked_N.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the whole arena if [start, end) covers all reserved bytes. Returns bytes freed."""
+        """Free the whole arena if [start, end) covers all bytes of the latest `reserve`. Returns
+        the number of bytes freed."""
         return self.release() if start <= 0 and end >= self._num_asked else 0
 
     def release(self) -> int:
-        """Free the arena, after waiting for copies from and to it. Returns bytes freed."""
+        """Wait for copies from and to the arena, and free it. Returns the number of bytes freed."""
         num_bytes = self.num_bytes
         if self._unlock is not None:
             self._unlock()
@@ -70,7 +71,7 @@ class PinnedHostArena:
                     f"cannot page-lock {num_bytes} bytes of host memory for the host arena "
                     f"({error}); free host memory, or lower buffer_size_gb"
                 ) from error
-            # The finalizer holds the memory: it must be unlocked before it is unmapped.
+            # The finalizer holds the memory, which must be unlocked before it is unmapped.
             self._unlock = weakref.finalize(self, self._runtime.unpin, memory_N)
             self._unlock.atexit = False
         return memory_N

@@ -1,4 +1,5 @@
-"""Triton functions that the kernels of sampling and truncation share, on one row of logits.
+"""Triton functions on one row of logits, called by the kernels of
+`rollout.backends.cuda.sampling_kernels` and `rollout.backends.cuda.truncation_kernels`.
 
 Shape letters: C chunks of a row, E elements of one block (logits or chunks).
 """
@@ -16,9 +17,8 @@ PROCESSED: tl.constexpr = tl.constexpr(MODE_CODES["processed"])
 
 @triton.jit
 def row_scale(temperature_ptr, mode_ptr, row):
-    """Return (1 / temperature, or 1 if greedy; whether the row reports raw log-probs;
-    is greedy).
-    """
+    """Return (1 / temperature, or 1 if the row is greedy; whether the row reports raw log-probs;
+    whether the row is greedy)."""
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
     is_raw = (tl.load(mode_ptr + row) == RAW) | is_greedy
@@ -27,7 +27,7 @@ def row_scale(temperature_ptr, mode_ptr, row):
 
 @triton.jit
 def load_chunk(row_ptr, chunk, vocabulary, CHUNK: tl.constexpr):
-    """Load logits [chunk * CHUNK, (chunk + 1) * CHUNK) of a row in float32, -inf beyond its end."""
+    """Return logits [chunk * CHUNK, (chunk + 1) * CHUNK) of a row, float32; -inf beyond its end."""
     offsets_E = chunk * CHUNK + tl.arange(0, CHUNK)
     x_E = tl.load(row_ptr + offsets_E, mask=offsets_E < vocabulary, other=-float("inf"))
     return x_E.to(tl.float32)
@@ -35,7 +35,7 @@ def load_chunk(row_ptr, chunk, vocabulary, CHUNK: tl.constexpr):
 
 @triton.jit
 def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
-    """Load one number per chunk of a row; `other` beyond its end."""
+    """Return one number per chunk of a row; `other` beyond the row's last chunk."""
     chunks_C = tl.arange(0, CHUNKS)
     offsets_C = row.to(tl.int64) * num_chunks + chunks_C
     return tl.load(ptr + offsets_C, mask=chunks_C < num_chunks, other=other)
@@ -43,18 +43,16 @@ def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
-    """Return sums of exp((x - largest) / temperature) per chunk.
-
-    The stored sums are relative to the chunk's own maximum.
-    """
+    """Return sums of exp((x - largest) / temperature) per chunk, float64, from the stored sums,
+    which are relative to each chunk's own maximum. `inverse`: 1 / temperature."""
     mass_C = load_statistics(mass_ptr, row, num_chunks, 0.0, CHUNKS)
-    # In float32, so that a chunk has mass if and only if the weight of its largest logit has.
+    # exp in float32: a chunk has mass if and only if the weight of its largest logit is above 0.
     return tl.exp((max_C - largest) * inverse).to(tl.float64) * mass_C
 
 
 @triton.jit
 def maximum(x_E):
-    """Return the maximum, NaN if there is a NaN."""
+    """Return the maximum; NaN if there is a NaN."""
     num_nans = tl.sum((x_E != x_E).to(tl.int32))
     return tl.where(num_nans > 0, float("nan"), tl.max(x_E))
 
@@ -67,15 +65,15 @@ def first(is_match_E, SIZE: tl.constexpr):
 
 @triton.jit
 def locate(mass_E, target, SIZE: tl.constexpr):
-    """Return the first index with mass whose cumulative mass exceeds the target, and the rest.
+    """Return the first index with mass whose cumulative mass exceeds the target, and the target
+    minus the mass before this index.
 
-    The rest is the target minus the mass before the index. If rounding put the target at or above
-    the sum, it is the last index with mass.
+    If rounding put the target at or above the sum, returns the last index with mass.
     """
     offsets_E = tl.arange(0, SIZE)
     cumulative_E = tl.cumsum(mass_E)
-    # A parallel sum need not be monotonic to the last bit: without the first condition the
-    # crossing could fall on a token without mass.
+    # A parallel sum need not be monotonic to the last bit. Without the first condition, an index
+    # without mass could be the first to exceed the target.
     crosses_E = (mass_E > 0.0) & (cumulative_E > target)
     last = tl.max(tl.where(mass_E > 0.0, offsets_E, 0))
     index = tl.minimum(first(crosses_E, SIZE), last)

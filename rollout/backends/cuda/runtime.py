@@ -1,6 +1,7 @@
 """CudaRuntime: one CUDA device's memory operations, through torch, libcudart and libcuda.
 
-Used by the memory kinds of a CUDA device, the pinned host arena and shared buffers.
+Used by `rollout.backends.cuda.backend`, by the four memory kinds of a CUDA device, which extend
+CudaMemory, by `rollout.backends.cuda.pinned_host` and by `rollout.backends.shared_buffer`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rollout.errors import ConfigError
 
 
 class CudaRuntime:
-    """Memory operations of one device. Raises ConfigError if torch sees no CUDA device."""
+    """Memory operations of one device. The constructor initializes CUDA, and raises ConfigError if
+    torch sees no CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -33,10 +35,8 @@ class CudaRuntime:
 
     @classmethod
     def of_uuid(cls, uuid: str) -> CudaRuntime:
-        """Return the runtime of the device with that UUID.
-
-        Raises RuntimeError if the device is not visible to this process.
-        """
+        """Return the runtime of the device with that UUID. Raises RuntimeError if the device is not
+        visible to this process."""
         for index in range(torch.cuda.device_count()):
             runtime = cls(torch.device("cuda", index))
             if runtime.uuid == uuid:
@@ -49,7 +49,7 @@ class CudaRuntime:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """Return a context in which this device is the thread's current one."""
+        """Return a context manager that makes this device current in the thread."""
         return torch.cuda.device(self.device)
 
     def free_bytes(self) -> int:
@@ -57,7 +57,7 @@ class CudaRuntime:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of torch's allocator that tensors use."""
+        """Return the bytes that tensors use in torch's allocator."""
         return torch.cuda.memory_allocated(self.device)
 
     def empty_cache(self) -> None:
@@ -70,10 +70,8 @@ class CudaRuntime:
         torch.cuda.synchronize(self.device)
 
     def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
-        """Return a flat uint8 tensor of memory at this address.
-
-        `free(pointer)` is called when the last view is gone, or if this raises.
-        """
+        """Return a flat uint8 tensor over the memory at this address. `free(pointer)` is called
+        when the tensor's last view is gone, or if this raises."""
         owned = OwnedBytes(pointer, num_bytes, free)
         try:
             return self._as_tensor(owned)
@@ -82,10 +80,8 @@ class CudaRuntime:
             raise
 
     def managed_tensor(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 tensor of managed memory, freed with its last view.
-
-        Contents are undefined. Raises MemoryError if memory is short.
-        """
+        """Return a flat uint8 tensor of managed memory, freed with its last view. Contents are
+        undefined. Raises MemoryError if memory is short."""
         with self.as_current():
             pointer = self._cudart.malloc_managed(num_bytes)
             return self.tensor_at(pointer, num_bytes, self._cudart.free)
@@ -106,10 +102,8 @@ class CudaRuntime:
                 raise
 
     def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
-        """Open a tensor that another process has exported, flat uint8; closed with its last view.
-
-        Raises RuntimeError if the memory is gone, or belongs to this process.
-        """
+        """Return memory that another process has exported, as a flat uint8 tensor. It is closed
+        with its last view. Raises RuntimeError if it is gone, or belongs to this process."""
         with self.as_current():
             pointer = self._cudart.ipc_open(handle)
             return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
@@ -119,11 +113,11 @@ class CudaRuntime:
         self._move(tensor, self.device.index)
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """Move all pages of a managed tensor to host memory, which frees the device's pages."""
+        """Move all pages of a managed tensor to host memory. This frees the device's pages."""
         self._move(tensor, HOST)
 
     def pin(self, tensor: Tensor) -> None:
-        """Page-lock a host tensor. Raises MemoryError or RuntimeError if that is refused."""
+        """Page-lock a host tensor. Raises MemoryError or RuntimeError if CUDA refuses."""
         with self.as_current():
             self._cudart.host_register(tensor.data_ptr(), tensor.numel())
 
@@ -146,7 +140,7 @@ class CudaRuntime:
 
     @cached_property
     def driver(self) -> CudaDriver:
-        """CUDA's virtual memory management. Raises ConfigError without the driver's library."""
+        """The driver's virtual memory management. Raises ConfigError without libcuda."""
         try:
             return CudaDriver(ctypes.CDLL("libcuda.so.1"))
         except OSError as error:
@@ -160,10 +154,12 @@ class CudaRuntime:
 
 
 class OwnedBytes:
-    """Owner of memory of CUDA: the tensor that torch makes of its interface keeps it alive."""
+    """Owner of memory of CUDA. The tensor that torch makes from its `__cuda_array_interface__`
+    keeps it alive."""
 
     def __init__(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
-        """`free`: called with the pointer, with the last view or by `free`."""
+        """`free`: called once with the pointer, when the last view is gone or `self.free` is
+        called."""
         self.pointer = pointer
         self.free = weakref.finalize(self, free, self.pointer)
         self.free.atexit = False  # other views may be in use until the process ends
@@ -176,7 +172,7 @@ class OwnedBytes:
 
 
 class CudaMemory:
-    """Base of the memory kinds of a CUDA device: their runtime, and their buffers by name."""
+    """Base class of the memory kinds of a CUDA device: their runtime, and their buffers by name."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -188,7 +184,8 @@ class CudaMemory:
 
 
 def _loaded_cudart() -> ctypes.CDLL:
-    """Return the libcudart that torch uses; another copy would have its own state."""
+    """Return the libcudart that torch uses, because another copy would have its own state. Raises
+    ConfigError if torch loaded none."""
     major = str(torch.version.cuda).partition(".")[0]
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -203,9 +200,7 @@ def _loaded_cudart() -> ctypes.CDLL:
 
 def require_free(runtime: CudaRuntime, name: str, num_bytes: int) -> None:
     """Raise ConfigError, with both figures, unless the device has `num_bytes` free for a buffer.
-
-    May empty the cache of torch's own allocator.
-    """
+    May empty the cache of torch's own allocator."""
     if num_bytes > runtime.free_bytes():
         runtime.empty_cache()
     free = runtime.free_bytes()

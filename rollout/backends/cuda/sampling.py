@@ -1,8 +1,8 @@
-"""Sampling and scoring on a GPU as fixed launches, without host waits, so that a graph can capture.
+"""Sampling and scoring on a GPU by fixed launches without host waits, which a graph can capture.
 
-Called by TritonOps; batches with top-n are sampled by ops/sampling.py instead. The tensors of a
-SamplingBatch must be contiguous. Shape letters: S sample rows, P scored tokens, V vocabulary, C
-chunks of a row.
+Used by `rollout.backends.cuda.ops`, which samples batches with top-n by
+`rollout.backends.ops.sampling` instead. The tensors of a SamplingBatch must be contiguous. Shape
+letters: S sample rows, P scored tokens, V vocabulary, C chunks of a row.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from rollout.step.output import SampleResult
 CHUNK = 2048  # logits per program: one row of 150,000 still fills half an H100
 ROW_CHUNK = 4096  # logits per iteration, if a program reads a whole row
 ROW_WARPS = 8
-# Most logits that are listed to search a row's thresholds, and logits per iteration. Models leave
-# tens to hundreds; in a row with more than ROOM, all logits are searched.
+# Room of a row's list of logits among which thresholds are searched, and logits per iteration. A
+# list has tens to hundreds of logits; if more than ROOM, all logits of the row are searched.
 ROOM = 4096
 LIST_CHUNK = 1024
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-    """Draw one token per row by inverse CDF, with its log-prob, as ops/sampling.py, without top-n.
+    """Draw one token per row by inverse CDF, with its log-prob if `sampling.any_logprobs`.
 
-    The flags on greedy rows are ignored: the kernels look at each row's temperature.
+    The results are those of `rollout.backends.ops.sampling`, without top-n. The flags for greedy
+    rows are ignored: the kernels read each row's temperature.
     """
     assert not sampling.top_n, "batches with top-n are sampled in torch"
     num_rows, device = logits_SV.shape[0], logits_SV.device
@@ -80,13 +81,14 @@ def _sample_rows(logits_SV: Tensor, sampling: SamplingBatch, result: SampleResul
 def truncate(
     logits_SV: Tensor, max_SC: Tensor, mass_SC: Tensor, sampling: SamplingBatch
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (kept mass per chunk, thresholds, ids of the last ties, min-p) for `draw_kernel`."""
+    """Return (kept mass per chunk, thresholds, ids of the last kept ties, min-p), as `draw_kernel`
+    takes them."""
     num_rows, num_chunks = max_SC.shape
     logits = logits_SV, logits_SV.stride(0), logits_SV.shape[1]
     scale = sampling.temperature_S, sampling.mode_S
     threshold_S, largest_S = (torch.empty_like(sampling.temperature_S) for _ in range(2))
     last_tie_S = torch.empty_like(threshold_S, dtype=torch.int32)
-    # Sums of a whole row's masses, each at most one, stay below 2^63.
+    # The sum of a row's masses, each at most `unit`, stays below 2^63.
     unit = 2.0 ** (62 - logits_SV.shape[1].bit_length())
     histogram_SN = torch.zeros(num_rows, ROW_NUMBERS, dtype=torch.int64, device=logits_SV.device)
     candidates_SR = torch.empty(num_rows, ROOM, dtype=torch.int32, device=logits_SV.device)

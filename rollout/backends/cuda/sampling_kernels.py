@@ -1,10 +1,9 @@
-"""Triton kernels of sampling and scoring; sampling.py launches them.
+"""Triton kernels of sampling and scoring, launched by `rollout.backends.cuda.sampling`.
 
-They read the logits once, and one chunk of each row a second time.
-
-Weights are float32, sums float64. A row whose numbers are not finite may compute nonsense, but
-neither reads nor writes out of bounds. Shape letters: S sample rows, P scored tokens, V vocabulary,
-C chunks of a row, E logits of one chunk.
+Without truncation they read the logits once, and one chunk of each row a second time. Weights are
+float32, sums float64. A row with numbers that are not finite gets meaningless results, but no
+kernel reads or writes out of bounds. Shape letters: S sample rows, P scored tokens, V vocabulary, C
+chunks of a row, E logits of one chunk.
 """
 
 from __future__ import annotations
@@ -37,9 +36,10 @@ def chunk_statistics_kernel(
     mode_ptr,
     CHUNK: tl.constexpr,
 ):
-    """Store one chunk's largest logit, and sums of exp((x - largest) / temperature).
+    """Store one chunk's largest logit, the sum of exp((x - largest) / temperature), and a raw sum.
 
-    The largest is NaN if there is a NaN. If log-probs need it, exp(x - largest) is summed as well.
+    The largest is NaN if there is a NaN. The raw sum is of exp(x - largest) in rows that report raw
+    log-probs; in other rows it equals the first sum.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, is_raw, _ = row_scale(temperature_ptr, mode_ptr, row)
@@ -80,9 +80,9 @@ def draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Draw one row's token and store its log-prob.
+    """Draw one row's token. Stores the token, whether the row is finite, and the log-prob.
 
-    CHUNKS is `num_chunks` rounded up to a power of two. Without TRUNCATES the pointers from
+    CHUNKS: `num_chunks` rounded up to a power of two. Without TRUNCATES the pointers from
     `kept_mass_ptr` to `min_p_ptr` are None.
     """
     row = tl.program_id(0)
@@ -120,7 +120,7 @@ def draw_kernel(
 
 @triton.jit
 def score_kernel(logprob_ptr, target_ptr, logits_ptr, row_stride, vocabulary, CHUNK: tl.constexpr):
-    """Store log_softmax of one row at its target; NaN for a target outside the vocabulary."""
+    """Store log_softmax of one row at its target. It is NaN for a target outside the vocabulary."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride
     largest = -float("inf")

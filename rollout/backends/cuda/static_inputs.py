@@ -1,6 +1,6 @@
 """StaticInputs: the device memory from which captured graphs read their inputs.
 
-GraphExecutor loads each step's inputs into it before a replay.
+GraphExecutor in `rollout.backends.cuda.graph` loads each step's inputs into it before a replay.
 
 Shape letters: T tokens, R rows, E = R + 1, M blocks per table, L logit rows, S samples, P scored
 tokens.
@@ -28,7 +28,7 @@ from rollout.backends.step_tensors import (
 
 _ALIGNMENT = 16  # bytes
 _TYPES = LAYOUT_TYPES | INPUT_TYPES
-# A graph must serve any draws; top-n and ranks are computed after it.
+# A graph must serve any draws. Top-n and ranks are computed after its replay.
 _FLAGS = SamplingFlags(
     all_greedy=False,
     any_greedy=True,
@@ -42,8 +42,8 @@ _FLAGS = SamplingFlags(
 class StaticInputs:
     """One buffer on the device for all inputs, so that a step needs one copy.
 
-    Each shape divides the buffer in its own way. There are two buffers on the host: a step's inputs
-    may be written while the previous step's inputs are still being copied.
+    Each shape divides the buffer in its own way. There are two host buffers, so that a step's
+    inputs can be written while the previous step's inputs are still being copied.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class StaticInputs:
         device: torch.device,
         pinned: Callable[[int], Tensor],
     ) -> None:
-        """`pinned`: allocates page-locked host memory, flat uint8."""
+        """`max_blocks`: length of the longest block table. `pinned`: allocates page-locked host
+        memory, flat uint8."""
         self._max_blocks = max_blocks
         num_bytes = max((self._num_bytes(shape) for shape in shapes), default=0)
         self._device_place = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -63,7 +64,7 @@ class StaticInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the device buffer."""
+        """Number of bytes of the device buffer."""
         return self._device_place.nbytes
 
     def on_device(self, shape: GraphShape) -> StepInputs[Tensor]:
@@ -75,8 +76,8 @@ class StaticInputs:
     ) -> StepInputs[HostArray]:
         """Pad the step's inputs to the shape and start their copy to the device.
 
-        Padding tokens belong to row 0 and write to block 0, which is scratch. `inputs` None:
-        padding alone. Returns the padded inputs on the host.
+        Padding tokens belong to row 0 and write to block 0, which is scratch. If `inputs` is None,
+        the step is padding alone. Returns the padded inputs on the host.
         """
         self._host_index = 1 - self._host_index
         place = self._host_places[self._host_index]
@@ -123,7 +124,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
         **{name: arrays[name] for name in LAYOUT_TYPES},
         num_decode_rows=shape.num_decode_rows,
         num_drawn_logits=shape.num_rows,
-        only_decodes=False,  # padding rows name their token
+        only_decodes=False,  # the tokens of padding rows come from token_ids_T
         draws_in_order=not shape.num_prefill_rows,
         flags=_FLAGS,
         score_top_n=0,
@@ -136,7 +137,7 @@ def _step(shape: GraphShape, arrays: dict[str, Any]) -> StepInputs[Any]:
 def _pad(
     out: dict[str, HostArray], shape: GraphShape, inputs: StepInputs[HostArray] | None
 ) -> None:
-    """Write the inputs into `out`, prefill rows after the shape's room for decode rows."""
+    """Write the padded inputs into `out`. Prefill rows start after the shape's decode rows."""
     for array in out.values():
         array.fill(0)
     out["context_lens_R"].fill(1)
@@ -156,7 +157,7 @@ def _pad(
             target[room : room + len(source) - num_rows][width] = source[num_rows:]
         elif kind == "S":
             target[: len(source)] = source
-    # Tokens of prefill rows move up.
+    # The indices of prefill tokens grow by the padding of decode rows.
     indices_L = layout.logit_indices_L + (layout.logit_indices_L >= num_rows) * (room - num_rows)
     drawn, scored = np.split(indices_L, [layout.num_drawn_logits])
     out["logit_indices_L"][: len(drawn)] = drawn

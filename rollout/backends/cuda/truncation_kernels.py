@@ -1,13 +1,13 @@
-"""Triton kernels of top-k, top-p and min-p; sampling.py launches them.
+"""Triton kernels of top-k, top-p and min-p, launched by `rollout.backends.cuda.sampling`;
+`rollout.backends.cuda.sampling_kernels` calls `kept_weights`.
 
-They find a threshold for each row by a histogram instead of a sort.
-
-Tokens are ranked by (logit descending, id ascending), so top-k and then top-p keep all logits above
-a threshold, and the lowest ids of the logits equal to it. Three launches find it: one sums count
-and mass of each row's logits by their distance from the largest; one lists the logits of the bins
-in which the thresholds must lie; one searches the listed logits. Masses are whole numbers of a
-unit, so that sums do not depend on their order. Shape letters: S sample rows, V vocabulary, C
-chunks of a row, E logits of one chunk, B bins.
+They find a threshold for each row by a histogram instead of a sort. Tokens are ranked by (logit
+descending, id ascending), so top-k and then top-p keep all logits above a threshold, and the lowest
+ids of the logits equal to it. Three launches find it. The first sums count and mass of each row's
+logits in bins, by their distance from the largest. The second lists the logits of the bins in which
+the threshold must lie. The third searches the list. Masses are integers, so that sums do not depend
+on their order. Shape letters: S sample rows, V vocabulary, C chunks of a row, E logits of one
+chunk, B bins.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of finite float32
 # Distances from the largest logit fall into 32 bins an octave, from 2^-12 up to 2^20.
 NUM_BINS = 1024
 _BINS: tl.constexpr = tl.constexpr(NUM_BINS)
-_BIN_SHIFT: tl.constexpr = tl.constexpr(18)  # of a float32's bits: leaves 5 of its fraction
+_BIN_SHIFT: tl.constexpr = tl.constexpr(18)  # leaves 5 bits of a float32's fraction
 _FIRST_BIN: tl.constexpr = tl.constexpr((127 - 12) << 5)
-# A row's numbers: mass of each bin, count of each bin, how many logits are listed.
+# Numbers of a row: mass of each bin, count of each bin, and number of listed logits.
 ROW_NUMBERS = 2 * NUM_BINS + 1
 _ROW_NUMBERS: tl.constexpr = tl.constexpr(ROW_NUMBERS)
 
@@ -33,9 +33,10 @@ def histogram_kernel(
     histogram_ptr, max_ptr, logits_ptr, row_stride, vocabulary, num_chunks, temperature_ptr,
     mode_ptr, top_k_ptr, top_p_ptr, unit, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Add one chunk of one row to the row's histogram, which is zero before; `unit` of mass is 1.
+    """Add one chunk of one row to the row's histogram, which the caller has set to zero.
 
-    Rows that neither top-k nor top-p cuts are left out. -inf is no token.
+    `unit`: the integer that stands for a mass of 1. Does nothing for a row that neither top-k nor
+    top-p cuts. Logits of -inf are not counted.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -59,9 +60,10 @@ def candidates_kernel(
     temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """List one chunk's ids in the bins that hold the row's thresholds, in any order, ROOM at most.
+    """Append one chunk's ids in the bins that may hold the row's threshold to the row's list.
 
-    The row's last number counts all such ids, whether or not there was room.
+    The list has any order, and ROOM ids at most. The last number of the row's histogram counts all
+    such ids, also those without room.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     _, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -91,10 +93,10 @@ def threshold_kernel(
     row_stride, vocabulary, num_chunks, temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, unit,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's threshold, its `last_tie` and its largest logit.
+    """Store one row's threshold, `last_tie` and largest logit.
 
     Top-k and top-p keep logits above the threshold, and logits equal to it up to the id `last_tie`.
-    Reads the listed logits, or the whole row if there were more than ROOM.
+    Searches the row's list, or the whole row if more than ROOM ids were counted.
     """
     row = tl.program_id(0)
     inverse, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
@@ -135,7 +137,7 @@ def threshold_kernel(
                 logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse,
                 unit, threshold, CHUNK,
             )  # fmt: skip
-            # The tie that crosses the goal is kept, and so is a row's most probable token.
+            # The tie that crosses the goal is kept, and always a row's most probable token.
             weight = tl.maximum(_mass_of(threshold, largest, inverse, unit), 1)
             needed = tl.maximum((goal - mass_above + weight - 1) // weight, 1)
             num_ties = tl.where(threshold > of_top_k, needed, tl.minimum(needed, num_ties))
@@ -186,10 +188,8 @@ def kept_weights(
     min_p_ptr,
     CHUNK: tl.constexpr,
 ):
-    """Return the weights, with zeros for dropped tokens.
-
-    Weights are relative to the row's largest logit, so min-p drops weights below `min_p`.
-    """
+    """Return the weights, with zeros for dropped tokens. Weights are relative to the row's largest
+    logit, so min-p drops weights below `min_p`."""
     threshold = tl.load(threshold_ptr + row)
     ids_E = chunk * CHUNK + tl.arange(0, CHUNK)
     is_ranked_E = (x_E == threshold) & (ids_E <= tl.load(last_tie_ptr + row))
@@ -200,7 +200,7 @@ def kept_weights(
 
 @triton.jit
 def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
-    """Return (1 / temperature; whether top-k cuts the row; whether top-p does)."""
+    """Return (1 / temperature; whether top-k cuts the row; whether top-p cuts it)."""
     inverse, _, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     has_k = (top_k > 0) & (top_k < vocabulary) & (is_greedy == 0)
@@ -209,31 +209,32 @@ def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
 
 @triton.jit
 def _bin_of(x_E, largest):
-    """Return each logit's bin, 0 next to the largest logit; a valid bin also if not finite."""
+    """Return each logit's bin; bin 0 is next to the largest logit. Logits that are not finite get a
+    valid bin, too."""
     bits_E = (largest - x_E).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum((bits_E >> _BIN_SHIFT) - _FIRST_BIN, 0), _BINS - 1)
 
 
 @triton.jit
 def _mass_of(x, largest, inverse, unit):
-    """Return exp((x - largest) / temperature) in whole units, int64."""
+    """Return exp((x - largest) / temperature) times `unit`, rounded down to int64."""
     return (tl.exp((x - largest) * inverse).to(tl.float64) * unit).to(tl.int64)
 
 
 @triton.jit
 def _part_of(top_p, mass):
-    """Return the least whole mass that is at least `top_p` of `mass`."""
+    """Return the least integer that is at least `top_p` times `mass`."""
     return tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
 
 
 @triton.jit
 def _bins_of_thresholds(row_ptr, top_k_ptr, top_p_ptr, row, has_k, has_p):
-    """Return the bins that may hold a threshold, and what lies before them.
+    """Return the bins that may hold the threshold, and sums of the bins before them.
 
-    Returns (first bin, last bin, count and mass of the bins before, mass of the row, whether top-k
-    cuts the row). The last is recomputed, since logits of -inf are no tokens. Top-p is a share of
-    the mass that top-k keeps, which is known only up to the bin of the k-th token: it is at least
-    the mass of the bins before.
+    Returns (first bin, last bin, count and mass of the bins before the first, mass of the row,
+    whether top-k cuts the row). The last is computed again without logits of -inf. Top-p is a share
+    of the mass that top-k keeps. Here only a lower bound of this mass is known: the mass of the
+    bins before the k-th token's.
     """
     bins_B = tl.arange(0, _BINS)
     mass_B = tl.load(row_ptr + bins_B)
@@ -254,7 +255,8 @@ def _bins_of_thresholds(row_ptr, top_k_ptr, top_p_ptr, row, has_k, has_p):
 
 @triton.jit
 def _load_listed(logits_ptr, candidates_ptr, is_list, size, start, CHUNK: tl.constexpr):
-    """Load (logits, ids) from `start` on of the list, or of the row; -inf beyond the end."""
+    """Return CHUNK (logits, ids) from `start` on, of the list or else of the row; -inf beyond the
+    end."""
     ids_E = start + tl.arange(0, CHUNK)
     is_here_E = ids_E < size
     ids_E = tl.load(candidates_ptr + ids_E, mask=is_here_E & is_list, other=0) + tl.where(
@@ -269,7 +271,8 @@ def _load_in_bins(
     logits_ptr, candidates_ptr, is_list, size, start, first_bin, last_bin, largest,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Load logits from `start` on of the list, or of the row; -inf for logits outside the bins."""
+    """Return CHUNK logits from `start` on, of the list or else of the row; -inf for logits outside
+    the bins."""
     x_E, _ = _load_listed(logits_ptr, candidates_ptr, is_list, size, start, CHUNK)
     bin_E = _bin_of(x_E, largest)
     return tl.where((bin_E >= first_bin) & (bin_E <= last_bin), x_E, -float("inf"))
@@ -280,10 +283,11 @@ def _search(
     logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse, unit, low,
     goal, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest logit such that it and all larger ones have at least `goal` tokens.
+    """Return the largest logit such that at least `goal` logits are equal to it or larger.
 
-    With BY_MASS, `goal` is a mass. `low` must reach the goal. Bisects values, not ranks; each pass
-    moves a bound onto an existing logit, so that it ends with the exact logit.
+    With BY_MASS, their mass must be at least `goal`. `low` must fulfil this. Bisects values, not
+    ranks. Each pass moves a bound onto an existing logit, so that the search ends with an exact
+    logit.
     """
     high = largest
     while low < high:
@@ -318,7 +322,7 @@ def _above(
     logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse, unit,
     threshold, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the number and mass, int64, of logits above the threshold, without earlier bins."""
+    """Return number and mass, int64, of the logits above the threshold within the bins."""
     count_E = tl.zeros([CHUNK], tl.int64)
     mass_E = tl.zeros([CHUNK], tl.int64)
     start = 0
@@ -338,9 +342,7 @@ def _nth_tie(
     logits_ptr, candidates_ptr, is_list, size, vocabulary, threshold, num_ties, CHUNK: tl.constexpr
 ):
     """Return the id up to which there are `num_ties` logits equal to the threshold, by bisection.
-
-    Returns V, after one pass, if all such logits are kept.
-    """
+    Returns the vocabulary size, after one pass, if there are no more than `num_ties`."""
     low = tl.zeros([], tl.int32) - 1  # up to this id there are fewer than `num_ties`
     high = tl.zeros([], tl.int32) + vocabulary
     middle = high - 1
@@ -352,7 +354,7 @@ def _nth_tie(
             num_E += ((x_E == threshold) & (ids_E <= middle)).to(tl.int64)
             start += CHUNK
         num_up_to = tl.sum(num_E)
-        # Up to the last id there are not more than wanted: nothing is cut.
+        # The row has no more ties than may be kept.
         is_all = (middle == vocabulary - 1) & (num_up_to <= num_ties)
         reaches = (num_up_to >= num_ties) & (is_all == 0)
         high = tl.where(reaches, middle, high)

@@ -1,6 +1,7 @@
 """UnifiedMemory: the memory kind "unified", managed buffers that move between host and device.
 
-Used by the KV cache and weight memory. Released buffers keep their addresses.
+Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
+`MemoryBackend`. Released buffers keep their addresses.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from rollout.errors import ConfigError
 class UnifiedMemory(CudaMemory):
     """Implements `MemoryBackend` with memory that the host and the device share.
 
-    A released buffer lies in host memory: `release` takes as many bytes of the host as it frees on
-    the device, and each move is a copy. CUDA has no call that frees managed pages everywhere and
-    keeps the address: discarded pages stay until the driver needs them, and madvise does not reach
-    the driver's pages. Use VirtualMemory if host memory is short.
+    A released buffer lies in host memory: `release` takes as many bytes of host memory as it frees
+    on the device, and each move is a copy. Use VirtualMemory if host memory is short. CUDA has no
+    call that frees managed pages everywhere and keeps their addresses: discarded pages stay until
+    the driver needs them, and madvise has no effect on them.
     """
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
         super().__init__(runtime)
-        self._moved_out: set[str] = set()  # in host memory, or anywhere after a failed move
+        self._moved_out: set[str] = set()  # buffers in host memory, or anywhere if a move failed
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
         """Return a new flat uint8 tensor, zero-filled.
 
-        Raises ConfigError if the device has fewer bytes free. CUDA would allocate more, but then
-        pages move back and forth at every step, which can hang a device.
+        Raises ConfigError if the device has fewer bytes free. CUDA would allocate more than that,
+        but pages would then move at every step, which can hang a device.
         """
         assert name not in self._tensors, f"buffer {name!r} exists"
         require_free(self._runtime, name, num_bytes)
@@ -46,14 +47,15 @@ class UnifiedMemory(CudaMemory):
         return tensor
 
     def release(self, name: str) -> int:
-        """Move the buffer to host memory. Returns its bytes."""
+        """Move the buffer to host memory. Returns its number of bytes."""
         tensor = self._tensors[name]
         self._moved_out.add(name)
         self._runtime.move_to_host(tensor)
         return tensor.numel()
 
     def restore(self, name: str) -> Tensor:
-        """Move the buffer back to the device. Raises ConfigError if memory is short."""
+        """Move the buffer back to the device and return it. Raises ConfigError if memory is
+        short."""
         tensor = self._tensors[name]
         if name in self._moved_out:
             require_free(self._runtime, name, tensor.numel())

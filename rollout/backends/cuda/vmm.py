@@ -1,7 +1,8 @@
 """VirtualMemory: the memory kind "vmm", by CUDA's virtual memory management.
 
-Used by the KV cache and weight memory; the default if suspends release the KV cache. Released
-buffers keep their addresses.
+Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
+`MemoryBackend`. It is the default of a config whose suspends release the KV cache. Released buffers
+keep their addresses.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from rollout.errors import ConfigError
 class VirtualMemory(CudaMemory):
     """Implements `MemoryBackend` with CUDA's virtual memory management.
 
-    A buffer's addresses are reserved once, for the life of its tensors. Release unmaps and frees
-    its memory; restore maps new memory there, so that captured graphs stay valid. Torch's allocator
-    and its settings, such as expandable segments, play no part. If the device refuses memory, the
-    call raises and changes nothing.
+    A buffer's addresses are reserved once, for the life of its tensors. `release` unmaps and frees
+    its memory. `restore` maps new memory at the addresses, so that captured graphs stay valid.
+    Torch's allocator and its settings, such as expandable segments, are not involved. If the device
+    refuses memory, the call raises and changes nothing.
     """
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        """Raises ConfigError if the device's driver has no virtual memory management."""
+        """Raise ConfigError if the device's driver has no virtual memory management."""
         super().__init__(runtime)
         if not runtime.driver.has_virtual_memory(runtime.device.index):
             raise ConfigError(
@@ -53,7 +54,7 @@ class VirtualMemory(CudaMemory):
         return tensor.zero_()
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory. Returns its bytes, 0 if it was released already."""
+        """Release the buffer's memory. Returns its bytes; 0 if it was released already."""
         region = self._regions[name]
         if not region.is_backed:
             return 0
@@ -70,7 +71,7 @@ class VirtualMemory(CudaMemory):
 
     def _region(self, name: str, num_bytes: int) -> _Region:
         num_bytes = -(-num_bytes // self._granularity) * self._granularity
-        # Check first: CUDA's error for too many addresses may not say that memory is short.
+        # Check first: CUDA's error for too many addresses need not say that memory is short.
         require_free(self._runtime, name, num_bytes)
         try:
             return _Region(self._runtime.driver, self._runtime.device.index, num_bytes)
@@ -103,11 +104,12 @@ class _Region:
 
     @property
     def is_backed(self) -> bool:
-        """Whether it has memory, possibly unmapped after a failed call."""
+        """Whether memory is allocated; after a failed call it may not be mapped."""
         return self._handle is not None
 
     def back(self) -> None:
-        """Allocate and map memory. Raises MemoryError or RuntimeError; it then has no memory."""
+        """Allocate and map memory. Raises MemoryError or RuntimeError; the region then has no
+        memory."""
         if self._is_usable:
             return
         driver, where = self._driver, (self.address, self.num_bytes)
@@ -134,7 +136,7 @@ class _Region:
             self._handle = None
 
     def free(self) -> None:
-        """Free memory and addresses."""
+        """Free the memory and the addresses."""
         self.unback()
         self._driver.free_reserved(self.address, self.num_bytes)
 

@@ -1,6 +1,8 @@
 """EagerExecutor: run each step's program directly, without graphs.
 
-The executor of the CPU backend, and of CUDA steps that no captured graph fits.
+Made by `rollout.backends.cpu.backend`, by `rollout.backends.cuda.backend` if graphs are off, and by
+`rollout.backends.cuda.graph` for steps that no graph fits. Keeps the latest step's layout on the
+device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rollout.backends.step_tensors import (
 
 
 class EagerExecutor:
-    """Implements `BackendExecutor`. On a CPU the work is done when `launch` returns."""
+    """Implements `BackendExecutor`. On a CPU the step is finished when `launch` returns."""
 
     num_captures = 0
 
@@ -42,14 +44,15 @@ class EagerExecutor:
         return {"inputs": sum(getattr(on_device, name).nbytes for name in LAYOUT_TYPES)}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """No-op: no memory is reserved."""
+        """Do nothing: no memory is reserved."""
 
     def warm_up(self, program: Program) -> int:
         """Return 0: there are no graphs."""
         return 0
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
-        """Start the program and the copy of its result to the host; return a wait for it."""
+        """Start the program and the copy of its result to the host. The returned function waits for
+        the result."""
         latest, known = self._layout or (None, None)
         on_device = upload(inputs, known if latest is inputs.layout else None, self._device)
         self._layout = inputs.layout, on_device.layout

@@ -1,6 +1,7 @@
 """Copy a step's arrays to the device, and its results back to the host.
 
-Used by both executors.
+Used by `rollout.backends.executors.eager`, `rollout.backends.cuda.graph` and
+`rollout.backends.cuda.cuda_graph`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _ALIGNMENT = 16  # bytes
 def upload(
     inputs: StepInputs[HostArray], layout: StepLayout[Tensor] | None, device: torch.device
 ) -> StepInputs[Tensor]:
-    """Return the inputs as tensors on the device. `layout`: their layout if it is there already.
+    """Return the inputs as tensors on the device. `layout`: the inputs' layout on the device; None
+    copies it, too.
 
     On a CPU the tensors share the arrays' memory. Otherwise all arrays go in one copy, and the host
     does not wait for it.
@@ -50,9 +52,7 @@ def _with_tensors(
     tensor_of: Callable[[HostArray], Any],
 ) -> StepInputs[Tensor]:
     """Return the inputs with each array replaced by `tensor_of(array)`, called in a fixed order.
-
-    The layout's arrays are replaced too, unless `layout` is given.
-    """
+    The layout becomes `layout`; if that is None, its arrays are replaced, too."""
     own: Any = {name: tensor_of(getattr(inputs, name)) for name in INPUT_TYPES}
     if layout is None:
         of_layout: Any = {name: tensor_of(getattr(inputs.layout, name)) for name in LAYOUT_TYPES}
@@ -76,7 +76,8 @@ def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
 def sent_together(
     arrays: list[HostArray], allocate: Callable[[int], Tensor], send: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Pack the arrays into bytes from one `allocate`, `send` them, and return views of the copy."""
+    """Pack the arrays into one host buffer of `allocate` and `send` it. Returns the arrays as views
+    of what `send` returns."""
     starts, end = [], 0
     for array in arrays:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -94,7 +95,7 @@ def sent_together(
 
 
 def download(result: StepOutput[Tensor], device: torch.device) -> Fetch:
-    """Start the copy of the result to the host; return a function that waits for it."""
+    """Start the copy of the result to the host. The returned function waits for the result."""
     if device.type == "cpu":
         return lambda: map_arrays(result, Tensor.numpy)
     on_host = map_arrays(result, _to_pinned)

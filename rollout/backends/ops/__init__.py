@@ -1,1 +1,1 @@
-"""Device operations in plain torch: the reference, and what several backends share."""
+"""Device operations in plain torch: the reference of `Ops`, and what several backends share."""

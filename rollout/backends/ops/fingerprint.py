@@ -1,7 +1,8 @@
 """A tensor's fingerprint: a hash of its elements' bits, and the number of non-finite elements.
 
-This file defines it and computes it in torch; cpu/ops.py and cuda/fingerprint.py compute the same
-numbers faster. Weight updates compare fingerprints between sender and receivers.
+This file defines it and computes it in torch; `rollout.backends.cpu.ops` and
+`rollout.backends.cuda.fingerprint` compute the same numbers faster. `rollout.weights` compares the
+fingerprints of an update's sender and receivers, and `rollout.layers.shard` makes Places.
 
 The bytes of x.to(dtype), in row-major order, are read as little-endian words of 32 bits w_0, w_1,
 ..., the last filled with zeros. The hash is the sum of w_j key(j) modulo 2^64, where key(j) =
@@ -49,9 +50,9 @@ class Places(NamedTuple):
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
     """Return (hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device.
 
-    `places`: positions of the elements in the tensor of which `x` is a part; None if `x` is whole.
-    Needs constant memory, unless `x` is not contiguous. Raises KeyError for a float `dtype` that
-    EXPONENT_BITS lacks.
+    `places`: positions of x's elements in a larger tensor; None if `x` is a whole tensor. Needs
+    constant memory if `x` is contiguous. Raises KeyError for a float `dtype` that EXPONENT_BITS
+    lacks.
     """
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for position, values in chunks(x, dtype, _CHUNK):
@@ -68,10 +69,8 @@ def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> 
 
 
 def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield `size` elements at a time, as (index of the first one, values cast to `dtype`).
-
-    The values are contiguous.
-    """
+    """Yield chunks of `size` elements, as pairs: index of the first one, and the values, which are
+    cast to `dtype` and contiguous."""
     flat = x.detach().reshape(-1)
     for position in range(0, flat.numel(), size):
         # A view of every other column, say, is flat without a copy, but has gaps.
@@ -87,13 +86,15 @@ def check_copy(out: Tensor, x: Tensor) -> None:
 
 
 def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor's own values are hashed: its dtype, or float32."""
+    """Return the dtype to which values of `dtype` are cast for hashing: `dtype`, or float32 for
+    floats that EXPONENT_BITS lacks."""
     is_known = not dtype.is_floating_point or dtype in EXPONENT_BITS
     return dtype if is_known else torch.float32  # represents all values of 8-bit floats
 
 
 def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
-    """Return the hash of elements of `itemsize` bytes; `bits` are int64, sign-extended or not."""
+    """Return the hash of elements of `itemsize` bytes at `positions`. `bits`: int64, sign-extended
+    or not."""
     if itemsize == 8:
         low, high = bits & 0xFFFF_FFFF, _shifted(bits, 32)
         return (low * _keys(2 * positions)).sum() + (high * _keys(2 * positions + 1)).sum()
@@ -103,7 +104,7 @@ def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
 
 
 def _keys(words: Tensor) -> Tensor:
-    """Return the keys of words, given their indices. Torch multiplies modulo 2^64."""
+    """Return the keys of words with indices `words`. Torch multiplies modulo 2^64."""
     return _odd(2 * (words % NUM_COLUMNS)) * _odd(2 * (words // NUM_COLUMNS) + 1)
 
 
@@ -116,7 +117,7 @@ def _odd(numbers: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, num_bits: int) -> Tensor:
-    """Return `z` >> num_bits, filled with zeros where torch repeats the sign."""
+    """Return `z` >> num_bits as an unsigned shift, which torch lacks."""
     return (z >> num_bits).bitwise_and_((1 << (64 - num_bits)) - 1)
 
 

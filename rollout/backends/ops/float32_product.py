@@ -1,6 +1,7 @@
 """float32_product: a matrix product whose float32 sums are not rounded to the model's dtype.
 
-Used for logits by the CUDA backend, and by the trainer's log-probs.
+Used for logits by `rollout.backends.cuda.ops`, and for a trainer's log-probs by
+`trainer_hooks.losses`.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -15,11 +16,11 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def float32_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, float32 [T, N]; no gradient.
+    """Return x @ weight.T + bias, float32 [T, N].
 
-    On a CUDA device a half-precision product keeps its float32 sums; otherwise a logit of 20 in
-    bfloat16 would be rounded by up to 1/16, and so its log-prob. On a CPU the product is computed
-    in its factors' dtype and then cast, since torch has no such product there.
+    On a CUDA device a half-precision product keeps its float32 sums, and has no gradient. Rounding
+    them to bfloat16 would change a logit of 20, and its log-prob, by up to 1/16. Elsewhere the
+    product is computed in its factors' dtype and then cast, because torch has no such product.
     """
     if not can_keep_sums(x_TK):
         return F.linear(x_TK, weight_NK, bias_N).float()
@@ -28,5 +29,6 @@ def float32_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = Non
 
 
 def can_keep_sums(x: Tensor) -> bool:
-    """Return whether torch has a product with float32 sums for such factors (2.8 on, CUDA)."""
+    """Return whether torch has a product with float32 sums for a factor `x`: in half precision, on
+    CUDA, from torch 2.8 on."""
     return x.is_cuda and x.dtype in _HALVES and hasattr(torch.ops.aten.mm, "dtype")

@@ -1,7 +1,8 @@
 """ReferenceOps: every operation of `Ops` in plain torch, on any device.
 
-It defines the results. The CPU and CUDA backends inherit what they do not compute faster, and
-tests compare all of them with it.
+It defines the results. The CPU and CUDA backends inherit from ReferenceOps or its base TorchOps the
+operations that they do not compute faster; torch attention uses it as its default, and tests
+compare all backends with it.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens.
@@ -36,7 +37,8 @@ class DenseLinear:
 
 
 class TorchOps:
-    """All of `Ops` but the matrix products, whose handles each implementation defines."""
+    """All operations of `Ops` except the matrix products, which subclasses define with handles of
+    their own."""
 
     rounds_like_trainers = False
 
@@ -82,10 +84,10 @@ class TorchOps:
         sin_TD: Tensor,
         rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
-        """Rotate (first half, second half) of each head by the token's angles.
+        """Return heads whose pairs (i, i + D/2) are rotated by the token's angles.
 
-        cos and sin span the whole head dim, both halves given. Source: Su et al. 2021, "RoFormer",
-        eq. 34, with the pairs (i, i + D/2) of GPT-NeoX.
+        cos and sin span the whole head dim. Source: Su et al. 2021, "RoFormer", eq. 34, with the
+        pairs of GPT-NeoX.
         """
         if rounding != "once":
             cos_TD, sin_TD = (angles.to(q_THD.dtype) for angles in (cos_TD, sin_TD))
@@ -94,7 +96,7 @@ class TorchOps:
         return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
 
     def linear(self, x_TK: Tensor, handle: Any) -> Tensor:
-        """Return x @ weight.T + bias, [T, N]; implementations define it."""
+        """Return x @ weight.T + bias, [T, N]. Subclasses must define it."""
         raise NotImplementedError
 
     def linear_float32(self, x_TK: Tensor, handle: Any) -> Tensor:
@@ -107,10 +109,8 @@ class TorchOps:
         return F.silu(gate) * up
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return gelu(first half of the last dim) * second half, by the tanh approximation.
-
-        Source: Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2.
-        """
+        """Return gelu(first half of the last dim) * second half, by the tanh approximation. Source:
+        Hendrycks and Gimpel 2016, "Gaussian error linear units", sec. 2."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
@@ -138,7 +138,8 @@ class TorchOps:
         return hasher.fingerprint(x, dtype, places)
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out`, and return its fingerprint."""
+        """Copy `x` to `out`, and return the fingerprint of `x`. Raises ValueError if shapes or
+        dtypes differ."""
         hasher.check_copy(out, x)
         out.copy_(x)
         return self.fingerprint(x, hasher.hashed_dtype(x.dtype))
@@ -153,7 +154,7 @@ def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class ReferenceOps(TorchOps):
-    """Implements `Ops`. TritonOps overrides the operations that it computes faster."""
+    """Implements `Ops`. TritonOps of the CUDA backend overrides operations that it does faster."""
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
@@ -167,7 +168,7 @@ class ReferenceOps(TorchOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """No-op: there is one product."""
+        """Do nothing: there is one product."""
 
     def explain(self) -> str:
         """Return "": there is one product."""
@@ -181,19 +182,19 @@ class ReferenceOps(TorchOps):
         """Return None: nothing is packed."""
 
     def refresh(self, handle: DenseLinear, staged: None = None) -> None:
-        """No-op: the handle reads the weight itself."""
+        """Do nothing: the handle refers to the weight itself."""
 
     def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
         """Return None: nothing is packed."""
         return None
 
     def release(self, handle: DenseLinear) -> None:
-        """No-op: there is no packed copy."""
+        """Do nothing: there is no packed copy."""
 
     def packed(self, handle: DenseLinear) -> Any:
         """Return None: there is no packed copy."""
         return None
 
     def unpack(self, packed: Any) -> Tensor:
-        """Never called, since `packed` returns None."""
+        """Raise AssertionError: `packed` never returns a copy to unpack."""
         raise AssertionError("no packed copies are made")

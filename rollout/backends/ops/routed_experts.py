@@ -1,6 +1,6 @@
 """A mixture's experts in torch: tokens sorted by expert, one product for each expert's tokens.
 
-Called by `TorchOps.experts`.
+Used by TorchOps in `rollout.backends.ops.reference`.
 
 Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
 experts, E hidden size, F expert size, G = 2 F.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, GatedActivation
 
-# product(x_AE, weight_NFE, bias_NF): row a with its expert's weight and bias, [A, F].
+# product(x_AE, weight_NFE, bias_NF) multiplies each row by its expert's weight, [A, F].
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-TOKENS_AT_ONCE = 1024  # per loop: bounds the memory of assignments at little cost in time
+TOKENS_AT_ONCE = 1024  # bounds the memory of assignments at little cost in time
 _GROUP_ALIGNMENT = 16  # bytes between rows that torch's grouped product asks for
 
 
@@ -32,9 +32,9 @@ def routed_experts(
 ) -> Tensor:
     """Return each token's weighted sum over its experts, [T, E]; see `Ops.experts`.
 
-    `gate` is the activation between the two products. On a GPU this is torch's grouped product, for
-    which the host does not wait. Otherwise, and where that product has no kernel, it is a loop over
-    the experts in use, or over all experts while a graph is captured.
+    `gate` is the activation between the two products. If torch has a grouped product for these
+    tensors (see `can_group`), it is used, and the host does not wait. Else a loop runs over the
+    experts in use, or over all experts while a CUDA graph is captured.
     """
     if can_group(x_TE, experts):
         return _sum(x_TE, ids_TK, weights_TK, experts, grouped, gate)
@@ -52,7 +52,8 @@ def every_expert(
     experts: ExpertWeights,
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """As `routed_experts`, computing all experts for all tokens: the host need not know the ids."""
+    """Return the same as `routed_experts`, but compute all experts for all tokens, so that the host
+    need not know the ids."""
     out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     num_experts = len(experts.down_NEF)
     weights_TN = out_TE.new_zeros(len(x_TE), num_experts + experts.is_part)
@@ -69,7 +70,8 @@ def every_expert(
 
 
 def can_group(x_TE: Tensor, experts: ExpertWeights) -> bool:
-    """Return whether torch's grouped product has a kernel for these; on a CPU it is a loop."""
+    """Return whether torch's grouped product has a fast kernel: on CUDA, in bfloat16, with aligned
+    rows."""
     rows = experts.gate_up_NGE.stride(1), experts.down_NEF.stride(1), x_TE.shape[1]
     is_aligned = all(row * x_TE.itemsize % _GROUP_ALIGNMENT == 0 for row in rows)
     return x_TE.is_cuda and x_TE.dtype == torch.bfloat16 and is_aligned
@@ -91,7 +93,8 @@ def _sum(
     product_of: Callable[[Tensor, int], Product],
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """Return the experts' weighted sum. `product_of(ids_A, N)` makes the product for sorted ids."""
+    """Return each token's weighted sum of its experts' outputs, [T, E]. `product_of(ids_A, N)`
+    makes the Product for sorted ids."""
     ids_A, order_A = ids_TK.flatten().sort(stable=True)
     product = product_of(ids_A, len(experts.down_NEF))
     x_AE = x_TE.index_select(0, order_A // ids_TK.shape[1])
@@ -108,7 +111,8 @@ def _sum(
 
 
 def looped(ids_A: Tensor, num_experts: int) -> Product:
-    """Return a product that loops over the experts in use. The host waits for the ids."""
+    """Return a Product that loops over the experts in `ids_A`, which are sorted. The host waits for
+    the ids."""
     ids, counts = (x.tolist() for x in torch.unique_consecutive(ids_A, return_counts=True))
 
     def product(x_AE: Tensor, weight_NFE: Tensor, bias_NF: Tensor | None) -> Tensor:
@@ -126,7 +130,8 @@ def looped(ids_A: Tensor, num_experts: int) -> Product:
 
 
 def grouped(ids_A: Tensor, num_experts: int) -> Product:
-    """Return a product that is one launch for all experts, which a graph can capture."""
+    """Return a Product that is one launch for all experts, which a graph can capture. `ids_A` are
+    sorted."""
     experts_N = torch.arange(num_experts, device=ids_A.device)
     ends_N = torch.searchsorted(ids_A, experts_N, right=True, out_int32=True)
 

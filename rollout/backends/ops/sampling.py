@@ -1,6 +1,7 @@
 """Sampling and scoring with log-probs in a few passes over the logits, in torch on any device.
 
-Used by ReferenceOps, and by TritonOps for batches with top-n.
+Used by TorchOps in `rollout.backends.ops.reference`, so on a CPU without compiled kernels and on a
+GPU for batches with top-n; and by `rollout.worker.model_runner` for ranks.
 
 A token is drawn by inverting the cumulative distribution at the row's own uniform number: weights
 are float32, their sums over blocks of 128 and all cumulative sums float64. This costs one exp per
@@ -33,7 +34,7 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
 
     Rows at temperature 0 take the largest logit, the lowest id among equals. A row whose largest
     logit is not finite (a NaN, +inf, or only -inf) gets is_finite False, token 0 and meaningless
-    log-probs. A token of zero probability is never drawn. Only rows with truncation pay for it.
+    log-probs. A token of zero probability is never drawn.
     """
     parts = [
         _sample_chunk(logits_SV[start:end].float(), sampling.select(slice(start, end)))
@@ -43,7 +44,8 @@ def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
 
 
 def concatenated(parts: Sequence[Part]) -> Part:
-    """Concatenate the results of consecutive rows. Fields that are None in the parts stay None."""
+    """Concatenate results of consecutive rows. A field that is None in the first part stays
+    None."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -56,7 +58,7 @@ def concatenated(parts: Sequence[Part]) -> Part:
 
 
 def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-    """Return log_softmax(logits)[target] and, unless top_n is 0, the top-n of each row."""
+    """Return log_softmax(logits)[target] of each row and, unless `top_n` is 0, its top-n."""
     parts = []
     for start, end in _chunks(logits_PV):
         logits_RV = logits_PV[start:end].float()
@@ -77,16 +79,14 @@ def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tenso
 
 
 def token_ranks(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
-    """Return 1 + the number of tokens of the row with a larger logit, int32 [S].
-
-    Equal logits share a rank: every largest logit has rank 1.
-    """
+    """Return 1 + the number of larger logits in the row, int32 [S]. Equal logits share a rank."""
     chosen_S1 = logits_SV.gather(1, token_ids_S.unsqueeze(1))
     return (logits_SV > chosen_S1).sum(1, dtype=torch.int32) + 1
 
 
 def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield row ranges to compute one after the other; one empty range if there are no rows."""
+    """Yield the row ranges to compute one after the other, or one empty range without rows. On a
+    CPU a range fits in cache; elsewhere there is one range."""
     num_rows, vocabulary = logits_SV.shape
     step = max(1, _CHUNK_ELEMENTS // vocabulary) if logits_SV.device.type == "cpu" else num_rows
     for start in range(0, max(num_rows, 1), max(step, 1)):
@@ -94,12 +94,12 @@ def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
 
 
 class _Drawn(NamedTuple):
-    """Drawn tokens, and the log(sum of weights) that normalises log-probs at temperature."""
+    """Drawn tokens, and the log of the weights' sum, which normalises log-probs at temperature."""
 
     token_ids_R: Tensor
     norm_R: Tensor  # over all tokens
-    kept_norm_R: Tensor  # over those that truncation left
-    kept_logits_RV: Tensor  # -inf where a row that reports processed log-probs dropped a token
+    kept_norm_R: Tensor  # over the tokens that truncation keeps
+    kept_logits_RV: Tensor  # -inf for dropped tokens, in rows that report processed log-probs
 
 
 def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
@@ -119,7 +119,8 @@ def _sample_chunk(logits_RV: Tensor, sampling: SamplingBatch) -> SampleResult[Te
     is_raw_R = (sampling.mode_S == MODE_CODES["raw"]) | is_greedy_R
     is_processed_R = (sampling.mode_S == MODE_CODES["processed"]) & ~is_greedy_R
     norm_R = torch.where(is_processed_R, drawn.kept_norm_R, drawn.norm_R)
-    rescaled = (is_raw_R & (inverse_R != 1)).nonzero().squeeze(1)  # summed at temperature so far
+    # Raw rows whose norm was summed at temperature.
+    rescaled = (is_raw_R & (inverse_R != 1)).nonzero().squeeze(1)
     if rescaled.numel():
         norm_R = norm_R.index_copy(0, rescaled, _log_norm(logits_RV[rescaled], max_R1[rescaled]))
 
@@ -149,7 +150,8 @@ def _draw_rows(
     is_greedy_R: Tensor,
     sampling: SamplingBatch,
 ) -> _Drawn:
-    """Draw all rows by inverse CDF, truncated rows again from the kept tokens, then greedy rows."""
+    """Draw all rows by inverse CDF. Then replace truncated rows by draws from their kept tokens,
+    and greedy rows by their largest logits."""
     vocabulary = logits_RV.shape[1]
     weights_RW = _padded_weights(logits_RV, max_R1, inverse_R)
     token_ids_R, total_R = _draw(weights_RW, sampling.uniforms_S)
@@ -193,7 +195,8 @@ def _log_norm(logits_RV: Tensor, max_R1: Tensor) -> Tensor:
 
 
 def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token at each row's uniform, and the row's total weight in float64."""
+    """Return the token at which each row's cumulative weight passes its uniform's share, and the
+    row's total weight in float64."""
     num_rows, width = weights_RW.shape
     blocks_RBE = weights_RW.view(num_rows, width // _BLOCK, _BLOCK)
     masses_RB = blocks_RBE.sum(-1, dtype=torch.float64)
@@ -205,10 +208,11 @@ def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _locate(masses_RB: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index whose cumulative mass exceeds the target, and the rest of the target.
+    """Return the first index whose cumulative mass exceeds the target, and the target minus the
+    mass before this index.
 
-    The rest is the target minus the mass before the index. The index always has mass: a target that
-    rounding put at or above the sum gets the last index with mass.
+    The index always has mass: a target that rounding put at or above the sum gets the last index
+    with mass.
     """
     cumulative_RB = masses_RB.cumsum(1)
     target_R1 = target_R.unsqueeze(1)

@@ -1,10 +1,11 @@
 """Truncation: the tokens that top-k, then top-p, then min-p keep, by probability at temperature.
 
-Used by the sampler in torch, and by the trainer's doctor to recompute a draw.
+Used by `rollout.backends.ops.sampling`, and by `trainer_hooks.doctor.sampling_causes` to recompute
+a draw.
 
-All three rank tokens by (logit descending, id ascending), so ties always keep the lowest ids and
-top-k keeps exactly k tokens. Shape letters: R rows, V vocabulary, C leading candidates in rank
-order.
+Top-k and top-p rank tokens by (logit descending, id ascending). So among equal logits they keep the
+lowest ids, and top-k keeps exactly k tokens. Shape letters: R rows, V vocabulary, C leading
+candidates in rank order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_NUM_CANDIDATES = (
-    1024  # the nucleus of a trained model nearly always fits; otherwise the row is sorted
-)
+_NUM_CANDIDATES = 1024  # nearly always enough; otherwise whole rows are sorted
 
 
 def keep_mask(
@@ -25,13 +24,13 @@ def keep_mask(
     top_p_R: Tensor,
     min_p_R: Tensor,
 ) -> Tensor:
-    """Return the tokens that may be drawn, bool [R, V]. A row's most probable token always may.
+    """Return which tokens may be drawn, bool [R, V]. A row's most probable token always may be.
 
-    `weights` are exp((logit - max) / temperature), so a row's largest is 1. top_k keeps the k best;
-    top_p, on what top_k left, renormalised, the smallest set whose mass reaches p, the token that
-    crosses p included; min_p drops tokens below min_p times the largest probability. 0 turns each
-    off, as do top_k >= V and top_p >= 1. Source of top-p: Holtzman et al. 2020, "The curious case
-    of neural text degeneration".
+    `weights_RV` are exp((logit - max) / temperature), so a row's largest is 1. top_k keeps the k
+    best tokens. top_p renormalises these and keeps the smallest set whose mass reaches p, including
+    the token that crosses p. min_p drops tokens below min_p times the largest probability. Each is
+    off at 0; top_k also at V and above, top_p at 1 and above. Source of top-p: Holtzman et al.
+    2020, "The curious case of neural text degeneration".
     """
     vocabulary = logits_RV.shape[1]
     k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)
@@ -52,7 +51,7 @@ def _keep_ranked(
     while True:
         values_RC = logits_RV.topk(num_candidates, dim=1).values
         count_R = _count_kept(values_RC, total_R, inverse_temperature_R, k_R, p_R)
-        # A row that kept every candidate although top-k allows more may go on beyond them.
+        # A row that keeps all candidates, and by top-k may keep more, needs more candidates.
         unfinished = (count_R == num_candidates) & (k_R > num_candidates)
         if num_candidates == vocabulary or not bool(unfinished.any()):
             break

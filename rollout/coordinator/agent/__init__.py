@@ -1,1 +1,1 @@
-"""The engine's side of the fleet: the main loop of an engine process, and the work per message."""
+"""The engine's side of the fleet: the main loop of an engine process, and its work per message."""

@@ -1,7 +1,8 @@
 """EngineAgent: executes the coordinator's messages on one engine. `serve` is its main loop.
 
 The agent has no socket: `serve` calls `handle` for each message, `poll` now and then, and `step`
-while the lease is valid, and sends the messages that they return. Used by `run_engine`.
+while the lease is valid, and sends the messages that they return through a Link. Used by
+`rollout.apis.engine_process`. It changes the state, requests and weights of its engine.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from rollout.wire import MAX_ITEMS, Message
 
 _logger = logging.getLogger(__name__)
 _NUM_ANSWERS_KEPT = 256
-_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, for each attempt to enter it
-_RETRY_S = 0.5  # after an entry that failed
+_ENTRY_S = 600.0  # to fetch and stage the fleet's weights, for each attempt to enter the fleet
+_RETRY_S = 0.5  # between two attempts
 _MAX_ENTRY_FAILURES = 20  # in sequence
 _IDLE_S = 0.5
 _STAGING_POLL_S = 0.005
@@ -63,7 +64,8 @@ FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
-    """The only caller of its engine, except for the thread that stages weights."""
+    """Executes messages on its engine. One thread calls all methods, except that the Link's thread
+    calls `registration` and `status`. Another thread stages weights."""
 
     def __init__(
         self,
@@ -127,10 +129,8 @@ class EngineAgent:
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
-        """Return the first message of a session: the engine's state, weights and attempts.
-
-        Any thread may call it.
-        """
+        """Return the first message of a session: the engine's state, weights and attempts. The
+        Link's thread calls it. Keeps the id of the vote that the message names."""
         self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
@@ -150,7 +150,7 @@ class EngineAgent:
         self._engine.check_ranks()
 
     def status(self) -> EngineStatus:
-        """Return the status for a heartbeat. Any thread may call it."""
+        """Return the engine's status for a heartbeat. Any thread may call it."""
         stats = self._engine.stats(of_ranks=False)
         return EngineStatus(
             state=stats.state.name,
@@ -173,9 +173,9 @@ class EngineAgent:
         return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
-        """Return a Credit if the engine has room for more requests than it has granted. As many
-        requests wait here as a step may begin; all others wait in the coordinator, for any engine.
-        Returns nothing before the engine has entered the fleet."""
+        """Return a Credit if the engine has room for more requests than it has granted. At most
+        `num_ahead` requests wait here; all others wait in the coordinator, for any engine. Returns
+        nothing before the engine has entered the fleet."""
         if self._entry is not None:
             return []
         ahead, requests = num_ahead(self._max_requests), self._requests
@@ -193,9 +193,8 @@ class EngineAgent:
 
     def handle(self, message: Message) -> Sequence[Message]:
         """Execute `message`. Returns the answers, and credit. Raises ProtocolError for a message
-        that is not for an engine, and the latest fault if the engine could not enter the fleet
-        after several attempts.
-        """
+        that is not for an engine, and the latest error if the engine could not enter the fleet in
+        20 attempts."""
         return [*self._handle(message), *self._credit()]
 
     def _handle(self, message: Message) -> Sequence[Message]:
@@ -209,7 +208,7 @@ class EngineAgent:
             return [reply for named in message.attempts for reply in self._requests.abort(named)]
         if isinstance(message, ReplyAck):
             for acknowledged in message.attempts:
-                self._requests.forget(acknowledged)
+                self._requests.drop_reply(acknowledged)
             return []
         if isinstance(message, RegisterAck):
             return self._begin_session(message)
@@ -218,7 +217,8 @@ class EngineAgent:
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return answers that do not come from a step, such as votes. Raises what `handle` does."""
+        """Return answers that do not come from a step, such as votes, and credit. `may_step`: a
+        step follows if there is work. Raises the latest error as `handle` does."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -233,22 +233,24 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of one that no frame can carry: its request or
-        command ends with `error`. Raises `error` for a message about neither.
-        """
+        """Return the messages to send in place of one that no frame can carry: the halves of a
+        Progress, or the failure of its request or command with `error`. Raises `error` for a
+        message about neither."""
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:
-        """Stop staging, and return when no other thread uses the engine."""
+        """Cancel staging, and return when no other thread uses the weights."""
         self._updates.cancel()
         self._updates.wait_until_unused()
 
     # ---- commands
 
     def _answer(self, message: FleetCommand) -> Sequence[Message]:
-        """Do a command, once per command id and phase; a repeated one gets its first answer.
+        """Run a command, once per command id and phase; a repeated one gets its first answer.
+        Returns the messages to send. The vote of a Prepare, and the answer to a Commit while there
+        is work, come later.
 
         All progress comes before the answer, so that the coordinator knows all earlier tokens.
         """
@@ -277,11 +279,9 @@ class EngineAgent:
         return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
-        """Return the answer to the commit that is not confirmed yet, if any. `stepped`: the first
-        step after the commit has just ended. The reported stall is then the gap between two steps
-        less the length of a step, as a stream notices it: it includes, for example, first touches
-        of new memory.
-        """
+        """Return the answer to the Commit that is not answered yet, if any. `stepped`: the first
+        step after the commit has just ended. The reported stall then includes the time since the
+        commit, less the length of the step before: for example, first touches of new memory."""
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None
@@ -318,7 +318,8 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin to stage the update; `poll` returns the vote."""
+        """Begin to stage the update. `poll` will return the vote. Returns the vote no at once if
+        the update is illegal, and the vote no of an update that this one replaces."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -345,8 +346,8 @@ class EngineAgent:
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
     def _cancel_update(self) -> list[Message]:
-        """Cancel staging; no thread uses the weights afterwards. Returns the vote no, if one is
-        due."""
+        """Cancel staging, and wait until no other thread uses the weights. Returns the vote no if a
+        Prepare began the staging."""
         cause = self._updates.cancel()
         self._updates.wait_until_unused()
         if not isinstance(cause, Prepare):
@@ -367,18 +368,18 @@ class EngineAgent:
         self._requests.num_received = self._num_granted = 0
         self._session = message.session
         if self._updates.voted_command_id != self._registered_vote:
-            self._updates.drop()  # the registration did not name this vote: nobody decides on it
+            self._updates.drop()  # the registration did not name this vote, so it gets no decision
         self._entry, staging = message, self._updates.in_staging
         if isinstance(staging, RegisterAck) and staging.weights == message.weights:
             return []
         return [*self._cancel_update(), *self._enter()]
 
     def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        """Enter the fleet, or begin to stage the weights that it serves. `error`: the error that
-        staging ended with, if it failed.
+        """Enter the fleet, or begin to stage the weights that it serves. `error`: the error with
+        which staging ended, if it failed.
 
-        A failed entry is tried again several times: the fleet may have replaced the weights that
-        it named, and memory may be short for a while.
+        A failed entry is tried again: the fleet may have replaced the weights that it named, and
+        memory may be short for a while. The 20th failure in sequence is raised.
         """
         entry = self._entry
         assert entry is not None
@@ -417,7 +418,7 @@ class EngineAgent:
         return True
 
     def _reach(self, target: EngineState) -> None:
-        """Bring the engine into the fleet's state."""
+        """Bring the engine into the fleet's state `target`."""
         engine = self._engine
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
@@ -431,12 +432,12 @@ class EngineAgent:
 
 
 def serve(agent: EngineAgent, link: Link) -> None:
-    """Execute the coordinator's messages, and step while the lease is valid, until a SHUTDOWN.
+    """Execute the coordinator's messages, and step while the lease is valid, until a Shutdown.
 
-    Raises a step's error after three failed steps in sequence, the latest error if the engine could
-    not enter the fleet, and RolloutError if the link fails. A request that makes a step fail ends
-    alone, and the step does not raise. A LockstepError ends the loop at once, also without work. If
-    steps raise, the Disconnect names the requests of the last one.
+    Raises a step's error after three failed steps in sequence or if it broke the engine, the latest
+    error if the engine could not enter the fleet, and RolloutError if the link ends. A request that
+    makes a step fail ends alone, and the step does not raise. A LockstepError ends the loop at
+    once, also without work. If steps raise, the Disconnect names the requests of the last one.
     """
     num_failures = 0
     try:

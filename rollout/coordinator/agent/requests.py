@@ -1,6 +1,6 @@
 """EngineRequests: the attempts that one engine holds, their reported tokens and their replies.
 
-Used by EngineAgent. It adds requests to the engine and aborts them.
+Used by `rollout.coordinator.agent.agent`. It adds requests to the engine and aborts them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _logger = logging.getLogger(__name__)
 
 
 class _ReportTimes:
-    """The steps after which each attempt is reported: every `interval` steps, and about as many
-    attempts after each step. Reports of all attempts after one step would delay the next.
-    """
+    """Chooses the steps after which each attempt is reported. An attempt is reported every
+    `interval` steps, and about equally many after each step, to delay no step much."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -45,7 +44,8 @@ class _ReportTimes:
         self._slots: dict[int, list[dict[int, None]]] = {}
 
     def slot(self, interval: int) -> dict[int, None]:
-        """Return the slot of this interval with the fewest requests; the caller adds a request."""
+        """Return the slot of this interval with the fewest requests. The caller adds a request id
+        to it, and removes it when the attempt ends."""
         slots = self._slots.setdefault(interval, [{} for _ in range(interval)])
         return min(slots, key=len)
 
@@ -66,7 +66,7 @@ class _Running:
 class EngineRequests:
     """The attempts of one engine, by the coordinator's request ids, which the engine uses too. A
     reply is kept until it is acknowledged. num_received: samples assigned since the engine
-    registered, including ended ones."""
+    registered, including ended ones; EngineAgent resets it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -98,16 +98,14 @@ class EngineRequests:
         )
 
     def unacknowledged(self) -> list[EngineReply]:
-        """Return the kept replies."""
+        """Return the kept replies, which are not acknowledged."""
         return list(self._ended.values())
 
     # ---- assignments
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Add the samples whose attempt is new to the engine.
-
-        Returns the replies of samples that cannot run here, and of repeated ones that have ended.
-        """
+        """Add the samples whose attempt is new to the engine. Returns the failures of samples that
+        cannot run here, and the replies of repeated samples that have ended."""
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
         new: list[Sample] = []
@@ -163,8 +161,8 @@ class EngineRequests:
             self._running[sample.request_id] = _Running(sample.attempt, _num_known(sample), slot)
 
     def _seed_of(self, sample: Sample, params: SamplingParams) -> int:
-        """Return the sample's seed. A client may have named none: request ids are unique in the
-        fleet, so engines with one seed draw differently, and every attempt draws alike."""
+        """Return the sample's seed. If the client has named none, the seed depends on the request
+        id, which is unique in the fleet: requests draw differently, and each attempt alike."""
         for seed in (sample.seed, params.seed):
             if seed is not None:
                 return seed
@@ -173,7 +171,8 @@ class EngineRequests:
     # ---- ending
 
     def abort(self, named: Attempt) -> list[EngineReply]:
-        """Abort an attempt if it is held. Returns its reply, also if it had ended before."""
+        """Abort an attempt if it is held. Returns its reply, even if it had ended before, or [] if
+        it is not held."""
         if self._known_attempt(named.request_id) != named.attempt:
             return []
         if named.request_id in self._ended:
@@ -206,14 +205,14 @@ class EngineRequests:
             self._engine.abort_request(request_id)
 
     def keep_only(self, attempts: Iterable[Attempt]) -> None:
-        """Drop all other attempts than these."""
+        """Drop all attempts but these."""
         kept = {attempt.request_id: attempt.attempt for attempt in attempts}
         for request_id in [*self._running, *self._ended]:
             if kept.get(request_id) != self._known_attempt(request_id):
                 self.drop(request_id)
 
-    def forget(self, acknowledged: Attempt) -> None:
-        """Forget the reply of this attempt: it has arrived."""
+    def drop_reply(self, acknowledged: Attempt) -> None:
+        """Drop the reply of this attempt, which has arrived."""
         ended = self._ended.get(acknowledged.request_id)
         if ended is not None and ended.attempt == acknowledged.attempt:
             del self._ended[acknowledged.request_id]
@@ -221,15 +220,15 @@ class EngineRequests:
     # ---- results of a step
 
     def ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
-        """Return the replies of ended records; dropped attempts have none."""
+        """Return the replies with these records of ended requests, without dropped attempts."""
         return [self._end(record) for record in records if record.request_id in self._running]
 
     def due_progress(self) -> list[Progress]:
-        """Count a step. Returns the progress of the attempts that are due."""
+        """Count a step. Returns the new tokens of the attempts that are due."""
         return self._report(self._report_times.after_step())
 
     def progress(self) -> list[Progress]:
-        """Return all progress that is not reported yet."""
+        """Return all new tokens that are not reported yet."""
         return self._report(self._running)
 
     def _report(self, request_ids: Iterable[int]) -> list[Progress]:
@@ -271,7 +270,7 @@ class EngineRequests:
 
 
 def _num_known(sample: Sample) -> int:
-    """Return the number of tokens of earlier attempts."""
+    """Return the number of tokens that earlier attempts generated."""
     return 0 if sample.resumed is None else len(sample.resumed)
 
 

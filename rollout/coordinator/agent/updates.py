@@ -1,6 +1,7 @@
-"""WeightUpdates: the weight update of one engine, staged in a thread beside its steps.
+"""WeightUpdates: fetches, stages and commits the weight update of one engine. Staging runs in a
+thread beside the engine's steps.
 
-Used by EngineAgent. Only a commit changes the engine's weights.
+Used by `rollout.coordinator.agent.agent`. Only a commit changes the engine's weights.
 """
 
 from __future__ import annotations
@@ -77,11 +78,10 @@ class _Staging:
 
 
 class WeightUpdates:
-    """Holds at most one update of an engine. The engine's thread calls the methods; the update is
-    staged in another thread.
+    """At most one update of an engine, in one of three states. The engine's thread calls the
+    methods; another thread stages the update.
 
-    - Idle: a Prepare begins staging, and so does the registration with a fleet that has later
-      weights.
+    - Idle: a Prepare begins staging, and so does a RegisterAck that names later weights.
     - Staging, while steps go on: it ends with the vote yes, or with the vote no after an error, at
       the deadline, or when it is cancelled by a Rollback, another Prepare, another session, a
       suspend, a resume or the engine's end.
@@ -90,9 +90,8 @@ class WeightUpdates:
     """
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        """`fetch` returns the tensors of a source, and leaves them unchanged afterwards. Several
-        threads may call it at once.
-        """
+        """`fetch`: returns the tensors of a source, which must not change afterwards. Several
+        threads may call it at once."""
         self._engine, self._fetch = engine, fetch
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # message that began `_staging` or `_staged`
@@ -103,7 +102,7 @@ class WeightUpdates:
 
     @property
     def in_staging(self) -> Cause | None:
-        """The message whose weights are being staged; None without staging."""
+        """The message whose weights are being staged; None if none are."""
         return None if self._staging is None else self._cause
 
     @property
@@ -128,7 +127,8 @@ class WeightUpdates:
     # ---- staging
 
     def begin(self, cause: Cause, source: WeightsSource, expires_at: float) -> None:
-        """Drop staged weights and begin to stage `source`. Cancel other staging first."""
+        """Drop staged weights and begin to stage `source`. `expires_at`: the deadline, on the clock
+        of `poll`. The caller has cancelled other staging before."""
         assert self._staging is None
         self.drop()
         self._cause, self._expires_at = cause, expires_at
@@ -136,8 +136,8 @@ class WeightUpdates:
         self._staging = _Staging(self._engine, self._fetch, source, base, self._lock)
 
     def poll(self, now: float) -> tuple[Cause, BaseException | None] | None:
-        """Return the message whose staging has ended, with its error if it failed; None while no
-        staging has ended."""
+        """Return the message whose staging has ended, with its error if it failed or its deadline
+        has passed. Returns None while no staging has ended."""
         if self._staging is None or self._cause is None:
             return None
         cause, outcome = self._cause, self._staging.outcome
@@ -155,7 +155,8 @@ class WeightUpdates:
         return cause, outcome
 
     def cancel(self) -> Cause | None:
-        """Cancel staging. Returns the message whose weights were being staged; None without it."""
+        """Cancel staging. Returns the message whose weights were being staged; None if none
+        were."""
         cause = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
@@ -163,7 +164,7 @@ class WeightUpdates:
         return cause
 
     def wait_until_unused(self) -> None:
-        """Wait until no thread reads the model. Call it after `cancel`."""
+        """Wait until no thread stages weights, which reads the model. Call it after `cancel`."""
         with self._lock:
             pass
 

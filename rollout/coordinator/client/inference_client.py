@@ -1,6 +1,7 @@
 """InferenceClient: submits requests and commands to a coordinator, for asyncio.
 
-Used by AsyncLLM, and by users who connect to a running fleet.
+Used by `rollout.apis.async_llm`, by `rollout.cli.top`, and by users who connect to a running fleet.
+It owns a Link with its thread and socket, a listener task, and the futures of pending calls.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ _T = TypeVar("_T")
 
 _logger = logging.getLogger(__name__)
 _Message = TypeVar("_Message", bound=ControlMessage[Any])
-_BATCH = 64  # messages taken before others of the event loop have their turn
+_BATCH = 64  # messages handled before other tasks of the event loop run
 
 Group = tuple[Prompt, Sequence[SamplingParams]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A command without an answer. read: converts the engines' results to the future's result."""
+    """A command that is not answered yet. read: converts the engines' results to the future's."""
 
     command: ControlMessage[Any]
     future: asyncio.Future[Any]
@@ -79,12 +80,12 @@ class CommandFutures:
     """The futures of unanswered commands by command id, in one event loop. asyncio does not report
     failures that nobody awaits.
 
-    state, weights_version: the fleet's, by the latest answer of the coordinator.
+    state, weights_version: the fleet's state and version by the coordinator's latest answer.
     """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
-        self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
+        self._grace_s = 0.0  # seconds after a deadline in which the coordinator may still answer
         self._pending: dict[int, _Pending] = {}
         self.state, self.weights_version = EngineState.RUNNING, 0
 
@@ -124,7 +125,8 @@ class CommandFutures:
             future.exception()  # retrieved, so that asyncio does not report it
 
     def take(self, answer: Ack | Nack) -> None:
-        """Resolve a command's future. Ignores the answer to a command whose future is done."""
+        """Resolve a command's future by its answer, and keep the fleet's state. Ignores the answer
+        to a command whose future is done."""
         pending = None if answer.command_id is None else self._pending.get(answer.command_id)
         if pending is None or pending.future.done():
             return
@@ -149,13 +151,14 @@ class InferenceClient(ClientControlCalls):
     """A client of a coordinator, in one event loop. An async context manager.
 
     inference_coordinator_port: a port on loopback, or an address. tokenizer: for text prompts and
-    outputs; one of ours, a directory with one, or a Hugging Face tokenizer. seed: requests without
-    one get mix_seed(seed, request id); None draws one.
+    outputs; a tokenizer of `rollout.text`, a directory with one, or a Hugging Face tokenizer. seed:
+    requests without a seed get mix_seed(seed, request id); None draws a seed.
 
     Control calls are plain functions that return futures, so that messages are sent in the order of
-    the calls. A future may be ignored. Control calls raise ClientStateError before the start, after
-    the end and in another event loop. If the coordinator is lost, pending futures fail with
-    CoordinatorLostError. The event loop may block: a thread of the client keeps the session.
+    the calls. A future may be ignored. Requests and commands raise ClientStateError before the
+    start, after the end and in another event loop. Once the coordinator is lost, they raise
+    CoordinatorLostError, and pending futures fail with it. The event loop may block: a thread of
+    the client keeps the session.
     """
 
     def __init__(
@@ -168,7 +171,8 @@ class InferenceClient(ClientControlCalls):
         curve: CurveKeys | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
-        """Raises ConfigError for a malformed address, and TypeError for an unknown tokenizer."""
+        """Make a client that `start` connects. Raises ConfigError for a malformed address, and
+        TypeError for an unknown tokenizer."""
         self.address = address_of(inference_coordinator_port)
         self.client_id = uuid.uuid4().bytes
         self.next_request_id = 0
@@ -186,20 +190,20 @@ class InferenceClient(ClientControlCalls):
         self._lost: RolloutError | None = None
         self._is_stopped = self._is_flush_due = False
 
-    # ---- life
+    # ---- start and stop
 
     async def start(
         self, loop: asyncio.AbstractEventLoop | None = None, *, timeout_s: float = 30.0
     ) -> None:
-        """Connect, and begin to listen. `loop`: if given, it must be the running one.
+        """Connect, and begin to listen. `loop`: if given, it must be the running event loop.
 
-        Raises CoordinatorLostError without an answer within `timeout_s`, the coordinator's error if
-        it refuses this client (ProtocolError: another version), and ClientStateError if the client
-        has been started already.
+        Raises CoordinatorLostError without an answer within `timeout_s`, and the coordinator's
+        error if it refuses this client, such as a ProtocolError for another protocol version.
+        Raises ClientStateError for another loop, and if the client was started or stopped before.
         """
         running = asyncio.get_running_loop()
         if loop not in (None, running):
-            raise ClientStateError("start() must be awaited in the loop that it is given")
+            raise ClientStateError("start(loop) got another event loop than the running one")
         if self._loop is not None or self._is_stopped:
             state = "stopped, make a new one" if self._is_stopped else "started already"
             raise ClientStateError(f"this client is {state}")
@@ -231,9 +235,8 @@ class InferenceClient(ClientControlCalls):
         await self.aclose()
 
     def stop(self) -> None:
-        """Disconnect, so that unfinished requests are aborted; fail pending futures and close the
-        socket. Legal in any state; a second call does nothing.
-        """
+        """Fail pending futures, disconnect, and close the socket. The coordinator aborts unfinished
+        requests. Legal in any state; a second call does nothing."""
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
             return
@@ -282,7 +285,7 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def num_malformed(self) -> int:
-        """Number of malformed messages that were dropped."""
+        """Number of malformed messages that have arrived."""
         return 0 if self._link is None else self._link.num_malformed
 
     # ---- requests
@@ -296,13 +299,13 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestFuture:
-        """Submit a request. Its future resolves to a DynamicInferenceRequestRecord under
-        `future.request_id`, also if it failed with one, and raises the error of one without.
+        """Submit a request. Its future resolves to a DynamicInferenceRequestRecord with the id
+        `future.request_id`, even if the request failed, or raises the error if there is no record.
 
         Higher priorities come first. After `deadline_s` seconds the request is aborted. Cancelling
-        the future aborts it, too. There is no limit: requests beyond the coordinator's window wait
-        here. Raises InvalidRequestError for a malformed request, before anything is sent. If the
-        tokenizer raises on the prompt, the future fails with InvalidRequestError.
+        the future aborts it, too. Any number may be submitted: requests beyond the coordinator's
+        window wait here. Raises InvalidRequestError for a malformed request, before anything is
+        sent. If the tokenizer raises on the prompt, the future fails with InvalidRequestError.
         """
         return self._submit([(prompt, [sampling_params])], [seed], priority, deadline_s)[0][0]
 
@@ -315,15 +318,16 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
-        """Submit samples of one prompt, which go to one engine. Otherwise like `add_request`."""
+        """Submit samples of one prompt, which go to one engine. Returns a future per sample.
+        `seeds`: a seed or None per sample. Otherwise like `add_request`."""
         return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
-        """Submit groups, each a prompt and its samples' params: all of them, or none if one is
-        malformed or an exception such as KeyboardInterrupt comes. Otherwise like `add_group`.
-        """
+        """Submit groups, each a prompt and its samples' params. Returns the futures of each group.
+        None is submitted if one is malformed, and all are cancelled if an exception such as
+        KeyboardInterrupt comes. Otherwise like `add_group`."""
         return self._submit(groups, None, priority, deadline_s)
 
     def stream(
@@ -356,9 +360,8 @@ class InferenceClient(ClientControlCalls):
         return [streams_of(*each, tokens_of) for each in zip(added, params, strict=True)]
 
     def abort(self, request_id: int) -> None:
-        """Abort a request; its future resolves to the record with the tokens so far. Does nothing
-        for an unknown or ended one.
-        """
+        """Abort a request. Its future resolves to the record with the tokens so far, or fails if
+        the request has no engine. Does nothing for an unknown request or one that has ended."""
         self._require_usable()
         self._requests.abort(request_id)
 
@@ -396,11 +399,13 @@ class InferenceClient(ClientControlCalls):
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[R]:
+        """Send a command to all engines. See ClientControlCalls."""
         return self._commands.submit(self._numbered(command, deadline_s), command.merged)
 
     def ask(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[R]]:
+        """Send a command as `do` does. See ClientControlCalls."""
         return self._commands.submit(self._numbered(command, deadline_s), lambda results: results)
 
     def update_weights(
@@ -411,9 +416,8 @@ class InferenceClient(ClientControlCalls):
         *,
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> asyncio.Future[WeightUpdateReport]:
-        """Commit the weights of `source` on all engines or on none. version: None for the current
-        one + 1. in_flight: commit while engines run.
-        """
+        """Commit the weights of `source` on all engines or on none. Returns a future of the report.
+        version: None for the current one + 1. in_flight: commit while engines run."""
         update = UpdateWeights(source=source, version=version, in_flight=in_flight)
         return self._commands.submit(self._numbered(update, deadline_s), update.merged)
 
@@ -444,8 +448,8 @@ class InferenceClient(ClientControlCalls):
             raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        """Queue a message, unless the client has ended. Messages of one turn of the event loop are
-        sent together."""
+        """Queue a message, unless the client has ended. Messages of one iteration of the event loop
+        are sent together."""
         is_over = self._is_stopped or self._lost is not None
         if self._link is None or self._loop is None or is_over:
             return
@@ -460,7 +464,7 @@ class InferenceClient(ClientControlCalls):
             self._link.flush()
 
     def _wake_listener(self) -> None:
-        """Let `_listen` receive messages. The link's thread calls this."""
+        """Wake `_listen`. The link's thread calls this when messages have arrived."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._news.set)

@@ -1,6 +1,7 @@
 """PendingRequests: the requests of one client, until their replies have arrived.
 
-Used by InferenceClient. It sends submissions, aborts and acknowledgements, and resolves futures.
+Used by `rollout.coordinator.client.inference_client`. It sends submissions, aborts and
+acknowledgements, sets timers of the event loop, and resolves futures.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PendingRequests:
         self._requests: dict[int, _Request] = {}
         self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
         self._order = count()
-        self._num_sent = self._num_sent_bytes = 0  # of those whose replies are not here
+        self._num_sent = self._num_sent_bytes = 0  # of sent requests without a reply
         self._max_sent = self._max_sent_bytes = 0
         self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
         self._to_abort: list[int] = []
@@ -83,10 +84,11 @@ class PendingRequests:
     # ---- submitting
 
     def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
-        """Send or hold all submissions, or none. Returns a future per sample.
+        """Send or hold all submissions. Returns a future per sample. If an exception comes, such as
+        KeyboardInterrupt, all are cancelled.
 
-        The future of a request fails alone if no frame can carry it, or if the coordinator has not
-        answered for its grace period after the deadline.
+        The future of a request fails, and no other, if no frame can carry it, or if the coordinator
+        has not answered for its grace period after the deadline.
         """
         added: list[list[RequestFuture]] = []
         try:
@@ -101,7 +103,7 @@ class PendingRequests:
         return added
 
     def tokens_of(self, future: RequestFuture) -> StreamedTokens:
-        """Return the streamed tokens of a request that was just submitted."""
+        """Return the streamed tokens of a request that was just submitted as a stream."""
         tokens = self._requests[future.request_id].tokens
         assert tokens is not None, "submitted as a stream"
         return tokens
@@ -142,7 +144,7 @@ class PendingRequests:
             self._send_now(heapq.heappop(self._held)[2])
 
     def _has_room(self, message: SubmitRequest) -> bool:
-        """Return whether the window has room for this submission. A first one always has room."""
+        """Return whether the window has room for this submission. An empty window always has."""
         has_room = self._num_sent + len(message.samples) <= self._max_sent
         fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
         return not self._num_sent or (has_room and fits)
@@ -157,7 +159,7 @@ class PendingRequests:
         if not wanted:
             return
         if self._num_sent + len(wanted) + len(self._to_acknowledge) > self._max_sent:
-            self._acknowledge()  # until then the coordinator counts the request
+            self._acknowledge()  # until then the coordinator holds the ended requests
         for _, request in wanted:
             request.is_sent = True
             self._num_sent += 1
@@ -190,7 +192,8 @@ class PendingRequests:
                 request.timer.cancel()
 
     def _deadline_passed(self, request: _Request) -> None:
-        """Fail a request that was not sent. The coordinator watches the deadlines of sent ones."""
+        """Fail a request that was not sent. The coordinator watches the deadline of a sent request,
+        which fails here if it has no reply after the grace period either."""
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
@@ -204,7 +207,7 @@ class PendingRequests:
         request.timer = loop.call_later(grace_s, set_exception, request.future, error)
 
     def abort(self, request_id: int) -> None:
-        """Abort a request, unless it has ended. One that was not sent fails at once."""
+        """Abort a request, unless it has ended. A request that was not sent fails at once."""
         request = self._requests.get(request_id)
         if request is None or request.is_aborted:
             return
@@ -234,7 +237,7 @@ class PendingRequests:
                 future.exception()
 
     def _remove(self, request: _Request) -> None:
-        """Forget a request whose reply has arrived, or that was not sent."""
+        """Remove a request: its reply has arrived, it was not sent, or the client has ended."""
         del self._requests[request.future.request_id]
         if request.is_sent:
             self._num_sent -= 1
@@ -246,8 +249,7 @@ class PendingRequests:
 
     def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
         """Resolve the futures of replies, add tokens to their streams, and send held requests. All
-        replies, even unknown ones, are acknowledged soon.
-        """
+        replies, even those of unknown requests, are acknowledged within ACKNOWLEDGE_WITHIN_S."""
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 self._take_partial(message)
@@ -285,9 +287,9 @@ class PendingRequests:
             self._send(ReplyAck(attempts=tuple(arrived)))
 
     def _record_in(self, reply: EngineReply, request: _Request) -> Record:
-        """Return the record with the client's request id and its text.
+        """Return the reply's record with the client's request id, its prompt's and its own text.
 
-        Raises the reply's error if it has no record, and ProtocolError if it is malformed.
+        Raises the reply's error if it has no record, and ProtocolError if the record is malformed.
         """
         if reply.record is None:
             assert reply.error is not None, "checked by EngineReply"

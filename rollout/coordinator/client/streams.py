@@ -1,6 +1,8 @@
-"""Streams: the tokens of a request in order, each once, then its record.
+"""RequestFuture: the future of a request's record. RequestStream: iterates over its tokens first.
 
-Used by InferenceClient; users iterate over RequestStream.
+Made by `rollout.coordinator.client`, and for engines of this process by
+`rollout.apis.threaded_llm`. `rollout.serve` and users await the futures and iterate over the
+streams.
 """
 
 from __future__ import annotations
@@ -19,10 +21,8 @@ Record = DynamicInferenceRequestRecord
 
 
 class RequestFuture(asyncio.Future[Record]):
-    """The future of a request's record. Cancelling it aborts the request.
-
-    prompt_tokens: the ids that were submitted.
-    """
+    """The future of a request's record. Cancelling it aborts the request. prompt_tokens: the token
+    ids that were submitted."""
 
     def __init__(
         self, request_id: int, prompt_tokens: PromptIds, loop: asyncio.AbstractEventLoop
@@ -38,21 +38,21 @@ def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
 
 
 class StreamedTokens:
-    """The tokens of one request in order. num_tokens: how many have arrived."""
+    """A queue of the tokens of one request, in order. num_tokens: how many have arrived."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._runs: asyncio.Queue[TokenRun | None] = asyncio.Queue()  # None marks the end
 
     def add(self, run: TokenRun) -> None:
-        """Add the new tokens of `run`. Drops the run if tokens before it are missing: these are
-        sent again with all later tokens, or come with the record."""
+        """Add the tokens of `run` that are new. Drops the run if tokens before it are missing:
+        these are sent again with all later tokens, or come with the record."""
         if run.offset <= self.num_tokens < run.end:
             self._runs.put_nowait(run.from_offset(self.num_tokens))
             self.num_tokens = run.end
 
     def end(self, _: object = None) -> None:
-        """Mark the end, which `next` returns as None."""
+        """Mark the end. `next` then returns None."""
         self._runs.put_nowait(None)
 
     async def next(self) -> TokenRun | None:
@@ -61,8 +61,8 @@ class StreamedTokens:
 
 
 class RequestStream:
-    """Iterates over the tokens of one request in runs of `interval` tokens or more; the last item
-    is its record. Closing it before the end aborts the request.
+    """Iterates over the tokens of one request, then its record. Items are runs of at least
+    `interval` tokens (the last run may be shorter). Closing it before the end aborts the request.
     """
 
     def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
@@ -89,7 +89,8 @@ def streams_of(
     params: Sequence[SamplingParams],
     tokens_of: Callable[[RequestFuture], StreamedTokens],
 ) -> list[RequestStream]:
-    """Return the streams of samples that were submitted with these params."""
+    """Return the streams of samples that were submitted with these params. `tokens_of`: returns the
+    tokens of a future's request."""
     return [
         RequestStream(future, tokens_of(future), own.streaming_interval)
         for future, own in zip(futures, params, strict=True)

@@ -1,6 +1,6 @@
-"""Submission: a group of requests, checked and converted to the message that is sent.
+"""submission_of: checks a group of requests, and converts it to the message that is sent.
 
-Used by InferenceClient.
+Used by `rollout.coordinator.client.inference_client`. Keeps no state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rollout.text import Prompt, Tokenizer, encode_prompt
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked group. text: the prompt, if it is text. error: the tokenizer's error, with which
-    the samples fail."""
+    """A checked group. text: the prompt if it is text, else None. error: the tokenizer's error,
+    with which the samples fail; None without one."""
 
     message: SubmitRequest
     text: str | None
@@ -42,7 +42,8 @@ def submission_of(
     deadline_s: float | None,
     streaming: bool,
 ) -> Submission:
-    """Return the submission of samples of one prompt. Raises InvalidRequestError.
+    """Return the submission of samples of one prompt. Raises InvalidRequestError, which names the
+    value, for a wrong argument.
 
     A sample's seed is its entry in `seeds`, else its params' seed, else a mix of `client_seed` and
     request id.
@@ -109,8 +110,8 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
 def _encoded(
     tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
 ) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:
-    """Return the ids of a text, and the tokenizer's error if it raised. Raises
-    InvalidRequestError."""
+    """Return the token ids of a text and None, or no ids and the error if the tokenizer raised.
+    Raises InvalidRequestError for a text or params that are wrong without it."""
     if not text:
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     if tokenizer is None:
@@ -131,7 +132,8 @@ def _encoded(
 
 
 def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
-    """Return token ids as int32 [n]. Only engines know the vocabulary."""
+    """Return token ids as int32 [n]. Raises InvalidRequestError unless they are in [0, 2**31): only
+    engines know the vocabulary."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):

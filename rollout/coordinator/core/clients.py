@@ -1,6 +1,7 @@
 """Clients: connects clients, watches their leases and sends undelivered messages again.
 
-Used by CoordinatorCore. It makes and ends ClientSessions.
+Used by `rollout.coordinator.core.core`. It makes and ends ClientSessions, sets their timers, and
+sends them messages through the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Clients:
         self.sessions: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
-        """Accept a client. One that reconnects gets all that it has missed."""
+        """Accept a client, or refuse it beyond `max_clients`. A client that reconnects gets all
+        messages that it has missed. `identity`: its connection."""
         context, limits = self._context, self._context.limits
         here = context.sessions.get(identity)
         if isinstance(here, ClientSession) and here.client_id != message.client_id:
@@ -87,7 +89,7 @@ class Clients:
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
     def _resend_missed(self, client: ClientSession) -> None:
-        """Send undelivered messages again. Those that fail again are remembered again."""
+        """Send undelivered messages again. The session keeps messages that fail again."""
         answers, tokens = client.take_missed()
         for answer in answers:
             self._context.send(client, answer)
@@ -106,7 +108,7 @@ class Clients:
         self.remove(client)
 
     def remove(self, client: ClientSession) -> None:
-        """End the session of a client: abort its requests and forget its replies."""
+        """End the session of a client, abort its requests and drop its replies."""
         client.leave()
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))

@@ -1,8 +1,8 @@
-"""CommandQueue: the commands of all clients, run one after the other, each answered once.
+"""CommandQueue: runs the commands of all clients, one after the other, and answers each once.
 
-An Operation is one command over all engines, from the messages to each of them to its outcome. A
-class of operations each: state changes, version changes, weight updates, stats, the shutdown. They
-change the Fleet once engines have confirmed. Used by CoordinatorCore.
+An Operation is one command over all engines, from the messages to each of them to its outcome. It
+has a subclass for state changes, version changes, weight updates, stats and the shutdown. They
+change the Fleet once engines have confirmed. Used by `rollout.coordinator.core.core`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Operation:
     """One command of a client, sent to each engine.
 
     outcome: None while it runs, then its result or the error for the client. members: the engines
-    that it was sent to, by id. waiting: the members that have not answered. An engine that is
-    removed meanwhile is in neither; its rank is in lost_ranks. command_id: the id towards engines.
-    deadline_at: in seconds of the core's clock. holds_engines: an engine may be busy with the
-    command instead of stepping.
+    to which it was sent, by engine id. waiting: the members that have not answered. An engine that
+    is removed meanwhile is in neither; its rank is in lost_ranks. command_id: the id in messages to
+    engines. deadline_at: in seconds of the core's clock. holds_engines: whether an engine may be
+    busy with the command instead of stepping.
     """
 
     holds_engines = True
@@ -85,14 +85,15 @@ class Operation:
         self.refusals: dict[int, WireError] = {}  # by rank, the first one first
 
     def begin(self, now: float) -> None:
-        """Send the command to the engines. Raises RolloutError if it cannot be done at all."""
+        """Send the command to the engines. Raises RolloutError if it cannot be run at all."""
         seconds_left = self.deadline_at - now
         own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
         self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
         """End the command, whose members have all answered. The outcome is the first refusal, or
-        the reports of all engines. Ranks are strings, as keys of a message's map must be."""
+        the fleet's state with the results of all engines by rank. Ranks are strings, as keys of a
+        message's map must be."""
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
@@ -118,7 +119,8 @@ class Operation:
             self.complete(now)
 
     def lost(self, engine: EngineSession, now: float) -> None:
-        """Remove an engine that has left the fleet."""
+        """Remove an engine that has left the fleet from the members. If it was the last one without
+        an answer, the command completes."""
         if self.members.get(engine.engine_id) is not engine:
             return
         del self.members[engine.engine_id]
@@ -161,8 +163,8 @@ class Operation:
 
 
 class StatsOperation(Operation):
-    """Stats. It changes nothing, so it runs beside other commands and keeps no engine from
-    stepping."""
+    """A Stats command. It changes nothing, so it runs beside other commands and keeps no engine
+    from stepping."""
 
     holds_engines = False
 
@@ -178,7 +180,8 @@ class StatsOperation(Operation):
 
 
 class ShutdownOperation(Operation):
-    """Shutdown. It is legal in every state, and the fleet ends whatever engines answer."""
+    """A Shutdown command. It is legal in every state, and the fleet ends whatever engines
+    answer."""
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
         """Send it to engines that are not ready yet, too: they would wait for the coordinator for
@@ -190,7 +193,7 @@ class ShutdownOperation(Operation):
 
 
 class StateChange(Operation):
-    """Pause, Unpause, Suspend, Resume, Stop. The state changes once all engines have confirmed.
+    """A Pause, Unpause, Suspend, Resume or Stop. The state changes once all engines have confirmed.
 
     If only some have confirmed, the state stays and the fleet is diverged: the client can repeat
     the command or give its reverse, which engines in its target state confirm at once.
@@ -226,9 +229,9 @@ class StateChange(Operation):
 
 
 class EpochChange(Operation):
-    """SetGenerationEpoch, IncrementStaleness: the same weights under a later version.
+    """A SetGenerationEpoch or IncrementStaleness: the same weights under a later version.
 
-    Unless every engine refuses, the version is set. An engine that has not confirmed is removed,
+    The version is set unless all engines have refused. An engine that has not confirmed is removed,
     and gets the version when it registers again.
     """
 
@@ -320,7 +323,7 @@ class WeightCommit(Operation):
         elif self.refusals:
             self._roll_back(next(iter(self.refusals.values())), now)
         elif not self.members:
-            # Without a vote nobody knows whether engines can load these weights.
+            # Without a vote it is unknown whether engines can load these weights.
             num_others = self.registry.num_awaiting_push
             if num_others and self.message.source.lora is not None:
                 reason = f"all {num_others} engines lack the full weights of this adapter"
@@ -355,7 +358,8 @@ class WeightCommit(Operation):
         self.deadline_at = min((end for end in ends.values() if end > now), default=now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
-        """Return the checksum that source and members agree on, and "", or "" and the fault."""
+        """Return (checksum, ""), or ("", fault) if source and members name different ones. The
+        checksum is "" if none of them names one."""
         named: dict[str, str] = {}
         if self.message.source.checksum:
             named[self.message.source.checksum] = "the source"
@@ -387,7 +391,8 @@ class WeightCommit(Operation):
     def _refuse(
         self, reason: str, now: float, remedy: str = "", *, is_transient: bool = False
     ) -> None:
-        """Roll back with an error. `is_transient`: the same update may succeed next time."""
+        """Roll back with an error of `reason` and `remedy`. `is_transient`: the same update may
+        succeed next time."""
         kept = "the serving weights are kept" + (f": {remedy}" if remedy else "")
         error = WeightUpdateError(f"{reason}; {kept}")
         error.is_transient = is_transient
@@ -407,7 +412,7 @@ class WeightCommit(Operation):
 def operation_of(
     registry: Registry, client: ClientSession, message: ControlMessage[Any], deadline_at: float
 ) -> Operation:
-    """Return the operation that does `message` for `client`."""
+    """Return the operation that runs the command `message` for `client`."""
     arguments = registry, client, message, deadline_at
     match message:
         case UpdateWeights():
@@ -426,7 +431,7 @@ def operation_of(
 
 class CommandQueue:
     """Runs one command at a time, while the others wait in order; Stats run beside it. is_over:
-    whether a Shutdown is done."""
+    whether a Shutdown has run."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
@@ -447,7 +452,8 @@ class CommandQueue:
     # ---- input
 
     def submit(self, client: ClientSession, message: ControlMessage[Any], now: float) -> None:
-        """Queue a command. A repeated one gets its answer again, if there is one."""
+        """Queue a command, or begin it at once if it is Stats. A repeated command gets its answer
+        again, if there is one. Beyond `max_queued_commands` a command is refused."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
             answer = client.answers[message.command_id]
@@ -476,7 +482,7 @@ class CommandQueue:
             self._queue.append(operation)
 
     def refuse(self, client: ClientSession, refusal: Nack) -> None:
-        """Refuse a command that was not accepted. Nothing is sent if its id is known."""
+        """Send the refusal of a command that was not accepted. Sends nothing if its id is known."""
         if refusal.command_id not in client.answers:
             self._context.counters.num_commands_refused += 1
             self._context.send(client, refusal)
@@ -489,26 +495,26 @@ class CommandQueue:
             self._context.counters.num_unexpected += 1
             return
         operation.answered(engine, answer, now)
-        self._go_on(operation)
+        self._answer_if_ended(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Tell running commands that an engine has left."""
+        """Report to running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
-            self._go_on(operation)
+            self._answer_if_ended(operation)
 
     def deadline_passed(self, command_id: int, now: float) -> None:
         """Fail a command that runs or waits."""
         if (operation := self._running.get(command_id)) is not None:
             operation.timed_out(now)
-            self._go_on(operation)
+            self._answer_if_ended(operation)
             return
         (operation,) = [waits for waits in self._queue if waits.command_id == command_id]
         self._queue.remove(operation)
         self._answer(operation, _not_begun(operation))
 
     def advance(self, now: float) -> bool:
-        """Begin the next command if none runs. Returns whether one was taken from the queue."""
+        """Begin the next command unless one runs. Returns whether one was taken from the queue."""
         if self.is_busy or not self._queue or self.is_over:
             return False
         operation = self._queue.popleft()
@@ -547,11 +553,11 @@ class CommandQueue:
             self._running.pop(operation.command_id, None)
             self._answer(operation, WireError.of(error))
         else:
-            self._go_on(operation)
+            self._answer_if_ended(operation)
 
-    def _go_on(self, operation: Operation) -> None:
-        """Answer a running command that has ended. Else set its timer: its deadline may have
-        changed."""
+    def _answer_if_ended(self, operation: Operation) -> None:
+        """Answer a running command if it has ended, else set its timer: its deadline may have
+        changed. If it has stopped the fleet, fail all requests."""
         if operation.outcome is None:
             self._context.timers.set(("command", operation.command_id), operation.deadline_at)
             return
@@ -584,7 +590,7 @@ class CommandQueue:
 
 
 def _without_reports(command_id: int, outcome: Mapping[str, Any]) -> Ack:
-    """Return the answer to a command whose engines' reports no answer can carry."""
+    """Return the answer to a command without the engines' results, which no answer can carry."""
     return Ack(command_id=command_id, result={**outcome, "ranks": {}})
 
 

@@ -1,8 +1,9 @@
 """Context: limits, timers, counters, sessions and the outbox, which all parts of the core share.
 
-Used by the parts of the core, in memory alone: each appends to the outbox, sets timers and counts.
-CoordinatorCore takes out messages and due timers. CoordinatorLimits are also used by the
-coordinator, AsyncLLM and `rollout coordinator`, `num_ahead` by EngineAgent.
+Used by the other modules of `rollout.coordinator.core`: each appends to the outbox, sets timers and
+counts, in memory; CoordinatorCore takes messages and due timers. CoordinatorLimits are also made by
+`rollout.apis.fleet_processes`, `rollout.cli.coordinator` and users;
+`rollout.coordinator.agent.agent` calls `num_ahead`.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ class CoordinatorLimits:
     and a heartbeat fits twice into each lease.
 
     client_lease_s, engine_lease_s: a peer that sends nothing for this time is removed.
-    heartbeat_s: how often peers send a heartbeat.
-    probe_interval_s: how often each engine is sent a heartbeat; sending fails if it was killed.
+    heartbeat_s: time between two heartbeats of a peer.
+    probe_interval_s: time between two heartbeats to each engine; sending fails if it was killed.
     progress_deadline_s: an engine that has work and ends no step for this time is removed, unless a
     step of its model may take longer: see `step_deadline_s`.
-    orphan_deadline_s: how long requests wait while no engine is ready.
-    push_wait_s: how long requests wait while no engine has the fleet's weights and the transport
-    has kept no copy of them, so that only another push of the trainer helps.
+    orphan_deadline_s: a request fails when no engine was ready for this time.
+    push_wait_s: a request fails when for this time no engine had the fleet's weights and the
+    transport kept no copy of them, so that only another push of the trainer would help.
     command_deadline_s: the deadline of commands that name none.
     max_lost_attempts: a request fails when this many engines have failed while they ran it.
-    abort_grace_s: how long an aborted request waits for its engine's record.
+    abort_grace_s: time that an aborted request waits for its engine's record.
     commit_grace_s: the least time that an engine has for a commit once the commit is decided. An
     engine with work has longer, as long as no step takes longer than `step_deadline_s`.
     report_interval_tokens: most tokens of a request between two reports of its engine.
     max_clients, max_engines: the coordinator refuses further ones.
     max_client_requests: unfinished requests of one client. InferenceClient holds further ones back.
     max_requests: unfinished requests and kept replies of all clients.
-    max_client_request_bytes: prompts and parameters of one client's unfinished requests.
-    max_kept_reply_bytes: kept replies of one client. A new request beyond one of the last four
-    limits is refused with a transient error.
-    max_token_log_bytes: reported tokens of all requests. Beyond it, a request that is not streamed
-    resumes from an earlier token if its engine fails.
+    max_client_request_bytes: bytes of prompts and parameters of one client's unfinished requests.
+    max_kept_reply_bytes: bytes of one client's kept replies. A new request beyond this limit or the
+    three before it is refused with a transient error.
+    max_token_log_bytes: bytes of reported tokens of all requests. Beyond it, a request that is not
+    streamed resumes from an earlier token if its engine fails.
     max_answered_ids: acknowledged requests per client whose ids are kept, to recognize repeated
     submissions.
     max_answers: answers kept per client for repeated commands.
     max_queued_commands: waiting commands of all clients.
-    max_noted_peers: unknown and faulty peers that are remembered; each is logged once.
+    max_noted_peers: unknown and faulty peers that are kept in a list, so that each is logged once.
     """
 
     client_lease_s: PositiveSeconds = 30.0
@@ -93,9 +94,9 @@ class CoordinatorLimits:
                 )
 
     def step_deadline_s(self, longest_step_s: float) -> float:
-        """Return how long a step may take on an engine with this estimate of its longest step: a
-        multiple, as the next step may have longer contexts or fewer processors, and at least
-        `progress_deadline_s`."""
+        """Return the seconds that a step may take on an engine with this estimate of its longest
+        step. They are 4 times the estimate, as the next step may have longer contexts or fewer
+        processors, and at least `progress_deadline_s`."""
         return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
 
     @property
@@ -108,7 +109,7 @@ class CoordinatorLimits:
 
 
 def num_ahead(max_requests: int) -> int:
-    """Return how many requests wait at an engine that runs up to `max_requests`, to begin when
+    """Return how many requests may wait at an engine that runs up to `max_requests`, to begin when
     running requests end. All further requests wait in the coordinator."""
     return max(8, max_requests // 8)
 
@@ -129,7 +130,7 @@ class Timers:
         return key in self._entry_of_key
 
     def set(self, key: TimerKey, due_at: float) -> None:
-        """Set the key's time, in place of an earlier one."""
+        """Set the key's due time, in place of an earlier one."""
         self._num_set += 1
         self._entry_of_key[key] = entry = (due_at, self._num_set)
         heapq.heappush(self._heap, (*entry, key))
@@ -171,8 +172,9 @@ class Counters:
     accepted. num_duplicates: submissions, tokens and replies that were known already. num_gaps:
     progress reports that were not kept, as tokens before them were missing or the log was full.
     num_stale: messages of attempts and sessions that have been replaced. num_unexpected: messages
-    that the peer may not send, or that name an unknown request or command. num_undelivered:
-    messages to unreachable peers. num_engines_lost: engines that were removed, for any reason.
+    that the peer may not send, or that name an unknown request or command. num_unknown_peers:
+    messages of peers before their handshake. num_undelivered: messages that no frame could carry or
+    whose peer was unreachable. num_engines_lost: engines that were removed, for any reason.
     num_clients_lost: clients whose lease has expired.
     """
 
@@ -204,7 +206,8 @@ class Context:
     """The state that all parts of the core share.
 
     refused: returns the number of refused connections by reason. outbox: (identity, message) pairs
-    to send; CoordinatorCore empties it. sessions: by identity; Registry and Clients write it.
+    to send; CoordinatorCore empties it. sessions: the peers' sessions by identity of their
+    connection; Registry and Clients write it.
     """
 
     coordinator_id: bytes

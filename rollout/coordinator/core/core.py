@@ -1,6 +1,7 @@
 """CoordinatorCore: passes each message to the part that handles it, and returns the answers.
 
-Used by DataParallelInferenceCoordinator, which has the socket and the clock.
+Used by `rollout.coordinator.coordinator`, which has the socket and the clock. It makes all parts of
+the core; each part changes its own sessions, queues and timers in memory.
 """
 
 from __future__ import annotations
@@ -49,15 +50,14 @@ from rollout.wire import Message
 logger = logging.getLogger(__name__)
 
 Outgoing = list[tuple[bytes, Message]]
-# Takes a session, its message and the time.
+# A function of a session, its message and the time.
 Handler = Callable[[Any, Any, float], None]
 
 
 class CoordinatorCore:
-    """The whole coordinator but its socket. Its owner passes every frame to `handle`, calls `tick`
+    """The coordinator without its socket. Its owner passes every frame to `handle`, calls `tick`
     after some frames and at `next_deadline`, and sends the messages that both return, in order.
-    Times are seconds of one monotonic clock. The same calls give the same results.
-    """
+    Times are seconds of one monotonic clock. The same calls give the same results."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CoordinatorCore:
 
     @property
     def is_over(self) -> bool:
-        """Whether a SHUTDOWN is done, so that the coordinator must end."""
+        """Whether a Shutdown has run, so that the coordinator must end."""
         return self._commands.is_over
 
     def ranks(self) -> dict[int, bytes]:
@@ -156,13 +156,14 @@ class CoordinatorCore:
         return isinstance(self._context.sessions.get(identity), EngineSession)
 
     def next_deadline(self) -> float | None:
-        """Return when `tick` must be called at the latest; None if no timer is set."""
+        """Return the latest time at which to call `tick`; None if no timer is set."""
         return self._context.timers.first_due_at()
 
     # ---- input
 
     def handle(self, identity: bytes, frame: bytes | memoryview | Message, now: float) -> Outgoing:
-        """Handle one frame of a peer, whatever its bytes are. Returns the messages to send."""
+        """Handle one frame of a peer, whatever its bytes are, or a decoded message. Returns the
+        messages to send."""
         self.counters.num_frames += 1
         message = frame if isinstance(frame, Message) else self._decoded(identity, frame, now)
         if message is not None:
@@ -173,7 +174,8 @@ class CoordinatorCore:
         return self._settled(now)
 
     def tick(self, now: float) -> Outgoing:
-        """Handle the timers that are due, and end the turn. Returns the messages to send."""
+        """Handle the timers that are due, and send engines their queued attempts. Returns the
+        messages to send."""
         is_due = False
         while (key := self._context.timers.pop_due(now)) is not None:
             is_due, (kind, number) = True, key
@@ -206,13 +208,14 @@ class CoordinatorCore:
         return self._settled(now)
 
     def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by the time in which the process was stopped and received nothing."""
+        """Extend all leases by the seconds in which the process was stopped and received
+        nothing."""
         for session in self._context.sessions.values():
             session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
-        """Fail all unfinished requests and commands, and disconnect. Returns the messages to
-        send."""
+        """Fail all unfinished requests and commands, and disconnect all peers. Returns the
+        messages to send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.send_queued()
@@ -238,8 +241,8 @@ class CoordinatorCore:
             handler(session, message, now)
 
     def _dispatch_handshake(self, identity: bytes, message: Message, now: float) -> None:
-        """Handle a handshake. Any other message may come from a peer whose session has ended: ask
-        it to connect or register again, at most once per heartbeat interval."""
+        """Handle a handshake. Any other message may come from a peer whose session has ended: a
+        Nack asks it to connect or register again, at most once per heartbeat interval."""
         if isinstance(message, Connect):
             self._clients.connect(identity, message, now)
             return

@@ -1,8 +1,8 @@
 """Dispatcher: the fleet's one queue of requests, and their assignment to engines.
 
-Used by CoordinatorCore, Registry and RequestLifecycle. It changes the queue, the requests of each
-engine, the routing policy's state and the timers of requests without an engine, and sends
-AssignRequests.
+Used by `core`, `fleet` and `request_lifecycle` of `rollout.coordinator.core`. It changes the queue,
+the requests of each engine, the routing policy's state and the timers of requests without an
+engine, and sends AssignRequests.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _OLDEST_EVERY = 16
 
 
 class GroupQueue:
-    """Groups by priority, then arrival; every sixteenth group taken is the oldest.
+    """A queue of groups in the order of priority, then arrival. Every sixteenth group that is taken
+    is the oldest.
 
-    groups: by id; ids rise with arrival. Each call takes logarithmic time in the number of groups
-    (amortized).
+    groups: by id; ids rise with arrival. Each call takes amortized logarithmic time in the number
+    of groups.
     """
 
     def __init__(self) -> None:
@@ -80,8 +81,8 @@ class Dispatcher:
 
     Groups wait in a GroupQueue until an engine has room, which it grants as credit. A group goes as
     a whole to an engine that has room for one sample. Requests that may have made engines fail and
-    have one attempt left (their last chance) wait apart: each engine gets one of them at a time, so
-    that the next failure shows the request that causes it.
+    have one attempt left (their last chance) wait in a queue of their own: each engine gets one of
+    them at a time, so that the next failure shows the request that causes it.
     """
 
     def __init__(
@@ -124,10 +125,8 @@ class Dispatcher:
             self._context.timers.discard(("orphan", group_id))
 
     def end_work(self, engine: EngineSession, now: float) -> list[Request]:
-        """Stop assigning requests to an engine that has left.
-
-        Its requests wait again. Returns them, for `enqueue`.
-        """
+        """Stop assigning requests to an engine that has left. Returns its requests, which wait
+        again, for `RequestLifecycle.requeue`."""
         if engine.is_ready:
             engine.end_work()
             del self._ready[engine.rank]
@@ -163,7 +162,7 @@ class Dispatcher:
     # ---- requests
 
     def enqueue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue waiting requests."""
+        """Queue requests that have no engine."""
         for request in requests:
             if request.lost_attempts and self._is_last_chance(request):
                 self._last_chances[request.server_id] = request
@@ -190,7 +189,7 @@ class Dispatcher:
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Give a registering engine back the attempts that it still runs, without those whose
+        """Give a registering engine back the attempts that it still runs, except attempts whose
         requests have ended or were assigned again."""
         for held in running:
             request = self._table.requests.get(held.request_id)
@@ -207,7 +206,7 @@ class Dispatcher:
                     engine.begin_last_chance(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """Remove a request that no longer waits."""
+        """Remove a request that no longer waits, and its group once no request of it waits."""
         group = request.group
         self._last_chances.pop(request.server_id, None)
         if not group.waiting:
@@ -217,7 +216,7 @@ class Dispatcher:
     # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
-        """Return the ids of groups with requests that no engine has. Groups whose requests have a
+        """Return the ids of groups with requests that no engine has. Groups with requests on their
         last chance come last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
@@ -245,7 +244,7 @@ class Dispatcher:
             self._watch_orphans([group_id], now)
 
     def orphan_error(self) -> RolloutError:
-        """Return the error of requests that no engine took in time."""
+        """Return the error of requests that waited too long for an engine."""
         if not self.awaits_push:
             return RolloutError(f"no engine was ready for {self._orphan_wait_s:g} s")
         error = WeightUpdateError(
@@ -272,9 +271,9 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        These are all that have reported tokens since they were assigned. The others are taken in
-        the engine's order (priority, then arrival) without the last `num_waiting` of its status,
-        which had not begun; at least one of them is taken.
+        These are all requests that have reported tokens since they were assigned. Of the others,
+        in the engine's order (priority, then arrival), the last `num_waiting` of its status had not
+        begun and are left out. At least one of the others is returned.
         """
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
@@ -357,14 +356,16 @@ class Dispatcher:
 
 
 def count_tokens(num_prompt_tokens: int, packed_params: bytes) -> int:
-    """Return the most tokens, of prompt and output, that a request with these params can have."""
+    """Return the most tokens, of prompt and output, that a request with these params can have.
+    Malformed params count as no output."""
     is_short = len(packed_params) <= _MAX_REMEMBERED_BYTES
     limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed_params)
     return max(num_prompt_tokens, limit if counts_prompt else num_prompt_tokens + limit)
 
 
 def _token_limit(packed_params: bytes) -> tuple[int, bool]:
-    """Return the most tokens that the params allow, and whether that includes the prompt."""
+    """Return the most tokens that the params allow, and whether they include the prompt's. Returns
+    (0, False) for malformed params."""
     try:
         params = unpack(packed_params)
         to_generate, total = params["num_tokens_to_generate"], params["num_tokens_total"]

@@ -1,6 +1,7 @@
 """Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
 
-Used by CoordinatorCore and its commands. Registry makes and ends EngineSessions.
+Used by `core`, `clients` and `commands` of `rollout.coordinator.core`. Registry makes and ends
+EngineSessions, sets their timers and sends them messages through the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class CoordinatorState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CommittedWeights:
-    """The weights that every engine serves.
+    """The weights that every ready engine serves.
 
     checksum: "" if it is not known. source: where a joining engine fetches the weights; None before
     the first commit. base: the source of the full weights below an adapter; None if these are the
@@ -76,12 +77,12 @@ class Fleet:
     """The state, the weights and the settings that all engines have in common. Only its own methods
     change it.
 
-    machine: the state that all engines have confirmed, and the legality of commands. released: the
-    resources whose memory a Suspend has released. is_diverged: engines may be in another state or
-    hold other memory than is known, because only some have done a command, or because one joined a
-    suspended fleet. command_ids: the ids of commands towards engines. weights: the weights that
-    every engine serves; None before the first engine or update. settings: those of the first
-    engine, which all others must have.
+    machine: the state that all engines have confirmed; it decides which commands are legal.
+    released: the resources whose memory a Suspend has released. is_diverged: engines may be in
+    another state or hold other memory than is known, because only some have run a command, or
+    because one joined a suspended fleet. command_ids: the ids of commands in messages to engines.
+    weights: the weights that every ready engine serves; None before the first engine or update.
+    settings: the first engine's settings, which all others must have.
     """
 
     machine: StateMachine = field(default_factory=lambda: StateMachine(subject="all engines"))
@@ -101,14 +102,14 @@ class Fleet:
         return self.weights
 
     def commit(self, version: int, checksum: str, source: WeightsSource) -> None:
-        """Set the weights that every engine has staged. An adapter keeps the full weights below
-        it."""
+        """Set the weights that every engine has staged. If `source` is an adapter, the full weights
+        below it are kept as `base`."""
         before = self.weights
         base = before.full_source if source.lora is not None and before is not None else None
         self.weights = CommittedWeights(version, checksum, source, base)
 
     def renumber(self, version: int) -> None:
-        """Set a later version of the same weights."""
+        """Set a later version for the same weights."""
         self.weights = replace(self.weights or CommittedWeights(0, "", None), version=version)
 
     @property
@@ -122,7 +123,7 @@ class Fleet:
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the weights that every engine serves; "" until an engine has joined."""
+        """The checksum of the weights that every ready engine serves; "" if it is not known."""
         return "" if self.weights is None else self.weights.checksum
 
     def difference(self, settings: Mapping[str, str]) -> str:
@@ -136,7 +137,7 @@ class Fleet:
         return "; ".join(listed) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
     def diverge(self) -> None:
-        """Remember that engines may be in different states, or hold different memory."""
+        """Record that engines may be in different states, or hold different memory."""
         self.is_diverged = True
 
     def is_done(self, command: Command[Any]) -> bool:
@@ -149,8 +150,8 @@ class Fleet:
         return self.machine.state is command.transition.target
 
     def require_legal(self, message: ControlMessage[Any]) -> None:
-        """Raise EngineStateError, with the state and the legal commands, unless the call is
-        legal."""
+        """Raise EngineStateError, with the state and the legal commands, unless the command
+        `message` is legal."""
         if isinstance(message, UpdateWeights):
             self.machine.require_update(in_flight=message.in_flight)
             return
@@ -161,10 +162,8 @@ class Fleet:
         self.machine.require_legal(message.transition)
 
     def change_state(self, command: Command[Any]) -> None:
-        """Enter the state after a command that every engine has done.
-
-        Engines that were resumed in part stay suspended until all memory is restored.
-        """
+        """Change to the state that follows a command which every engine has run. Engines that were
+        resumed in part stay suspended until all memory is restored."""
         if isinstance(command, Suspend):
             self.released |= frozenset(command.release)
             self.machine.enter(command.transition)
@@ -179,7 +178,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Registration:
-    """An engine that has registered and is not admitted yet. `left`: the requests of its former
+    """An engine that has registered and is not admitted yet. `left`: the requests of its earlier
     session."""
 
     identity: bytes
@@ -210,9 +209,9 @@ class Registry:
         self.engines: dict[bytes, EngineSession] = {}
         self.departed: list[EngineSession] = []
         self._registered: dict[bytes, _Registration] = {}
-        self._unanswered: list[_Registration] = []  # registered in this turn
+        self._unanswered: list[_Registration] = []  # registered since `probe_waiting`
         self._joining: dict[bytes, EngineSession] = {}  # admitted, not ready for work yet
-        # Admitted, without the fleet's weights, of which no copy is kept: they need another push.
+        # Admitted engines that lack the fleet's weights and need another push: no copy is kept.
         self._awaiting_push: dict[bytes, EngineSession] = {}
         self._rank_of_engine: Recent[bytes, int] = Recent(context.limits.max_engines)
         self._sessions = count(1)
@@ -229,12 +228,12 @@ class Registry:
         return not self._reached() and self.dispatcher.awaits_push is self._needs_push
 
     def ready_engines(self) -> Iterator[EngineSession]:
-        """Return the engines that get work, in the order in which they joined."""
+        """Iterate over the engines that get work, in the order in which they joined."""
         return (engine for engine in self.engines.values() if engine.is_ready)
 
     def members_of(self, source: WeightsSource) -> list[EngineSession]:
-        """Return the engines that a push of `source` goes to: all ready ones, and the engines that
-        wait for a push, unless `source` builds on weights that they lack."""
+        """Return the engines to which a push of `source` goes: all ready engines, and the engines
+        that wait for a push, unless `source` builds on weights that they lack."""
         served = self.fleet.weights
         below = None if source.lora is None or served is None else served.full_source
         is_for_all = below is None and not source.builds_on
@@ -243,7 +242,7 @@ class Registry:
 
     @property
     def num_awaiting_push(self) -> int:
-        """Number of engines that lack the fleet's weights, of which no copy is kept."""
+        """Number of engines that lack the fleet's weights while no copy of these is kept."""
         return len(self._awaiting_push)
 
     @property
@@ -261,10 +260,8 @@ class Registry:
     # ---- registration
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
-        """Let an engine wait until `settle` admits it, or refuse it with the reason.
-
-        Its former session ends; the requests of that session are kept for it meanwhile.
-        """
+        """Queue an engine until `settle` admits it, or refuse it with the reason. Its earlier
+        session ends; the requests of that session are kept for it meanwhile."""
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -447,7 +444,7 @@ class Registry:
 
     @staticmethod
     def _awaits_push(engine: EngineSession, weights: CommittedWeights) -> bool:
-        """Return whether the engine lacks weights of which no copy is kept."""
+        """Return whether the engine lacks `weights` and no copy of them is kept."""
         sources = (weights.source, weights.base)
         is_gone = any(source is not None and not source.is_kept for source in sources)
         return is_gone and engine.weights_version < weights.version
@@ -455,7 +452,7 @@ class Registry:
     # ---- heartbeats and deadlines
 
     def heartbeat(self, engine: EngineSession, message: Heartbeat, now: float) -> None:
-        """Keep the engine's status, and answer."""
+        """Keep the engine's status, and answer with the same sequence number."""
         status = message.status
         if status is not None:
             engine.report(status, now)
@@ -487,7 +484,7 @@ class Registry:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
     def send_queued(self) -> None:
-        """Send each engine its queued attempts: replies that it may forget, requests to abort."""
+        """Send each engine its queued attempts: replies that it may drop, requests to abort."""
         for engine in self.engines.values():
             for message in engine.take_queued():
                 self.context.send(engine, message)

@@ -1,6 +1,8 @@
 """RequestLifecycle: a request from its submission to the acknowledgement of its reply.
 
-Used by CoordinatorCore for the messages of clients and engines about requests. It answers clients.
+Used by the other modules of `rollout.coordinator.core`: by `core` for messages about requests, by
+`clients` when a client leaves, by `commands` when the fleet stops, and by `fleet` when an engine
+leaves. It changes the RequestTable, and sends replies through the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from rollout.wire import Message
 
 
 class RequestLifecycle:
-    """Accepts, answers and forgets requests. No request is accepted twice. An engine's message
+    """Accepts, answers and removes requests. No request is accepted twice. An engine's message
     counts if its attempt is the request's latest and the request is assigned to that engine. A
     reply is kept until it is acknowledged."""
 
@@ -65,14 +67,14 @@ class RequestLifecycle:
             self.refuse(client, _failure(sample.request_id, WireError.of(refusal)))
 
     def refuse(self, client: ClientSession, failure: EngineReply) -> None:
-        """Answer a request that is not accepted. Nothing is sent if its id is known."""
+        """Send the failure of a request that is not accepted. Sends nothing if its id is known."""
         if failure.request_id not in client.requests and failure.request_id not in client.answered:
             self._context.counters.num_refused += 1
             self._context.send(client, failure)
 
     def _refusal(self, client: ClientSession) -> RolloutError | None:
-        """Return why no sample can be accepted now; None if they can. Clients that keep to their
-        window reach none of the bounds."""
+        """Return the error if no sample can be accepted now, else None. InferenceClient reaches no
+        bound of a single client: it keeps to the window in its ConnectAck."""
         limits = self._context.limits
         if not self._is_open:
             return EngineStateError("the engines are stopped; no request is accepted any more")
@@ -107,10 +109,8 @@ class RequestLifecycle:
     # ---- reports of engines
 
     def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """Log the new tokens, and send them to clients that stream.
-
-        Raises ProtocolError for a run that cannot follow the earlier ones.
-        """
+        """Keep the new tokens, and send them to clients that stream. Raises ProtocolError for a run
+        that cannot follow the earlier ones."""
         for request_id, attempt, run in message.runs.apart():
             self._progress(engine, Attempt(request_id=request_id, attempt=attempt), run)
 
@@ -139,8 +139,8 @@ class RequestLifecycle:
             self._context.send(request.client, partial)
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
-        """Answer the request of an attempt that has ended. The engine may forget the attempt, even
-        an outdated one."""
+        """Answer the request of an attempt that has ended. The engine may drop the attempt, even an
+        outdated one."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         engine.acknowledge(attempt)
         request = self._current(engine, attempt)
@@ -156,8 +156,8 @@ class RequestLifecycle:
         self._answer(request, own)
 
     def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
-        """Return the request of a current attempt. A stale or repeated attempt is counted, and
-        gives None."""
+        """Return the request whose current attempt is `named`. A stale or repeated attempt is
+        counted, and gives None."""
         request = self._table.requests.get(named.request_id)
         if request is not None and request.attempt == named.attempt:
             if request.engine is engine:
@@ -171,9 +171,9 @@ class RequestLifecycle:
     # ---- failed engines
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue the requests of an engine that has left again. Requests that were being aborted
+        """Queue again the requests of an engine that has left. Requests that were being aborted
         end, and so do requests with which `max_lost_attempts` engines have failed."""
-        # Others were assigned, answered or forgotten meanwhile.
+        # Other requests were assigned, answered or removed meanwhile.
         waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
             num_lost = len(request.lost_attempts)
@@ -221,8 +221,8 @@ class RequestLifecycle:
         self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
-        """Ask the request's engine to abort it, so that the reply has its tokens. Without an engine
-        it fails."""
+        """Ask the request's engine to abort it, so that the reply has its tokens. A request without
+        an engine fails."""
         if request.is_waiting:
             self.fail(request, error)
         elif request.engine is not None and request.abort_error is None:
@@ -232,18 +232,18 @@ class RequestLifecycle:
             request.engine.abort(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
-        """Abort the requests of a client that has left, and forget its replies."""
+        """Abort the requests of a client that has left, and drop its replies."""
         for request in list(client.requests.values()):
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
                 engine.abort(request.current_attempt())
-            self._table.forget(request)
+            self._table.remove(request)
             if is_unfinished:
                 self._context.counters.num_abandoned += 1
                 self._ended(request, engine)
 
     def unsendable(self, session: Session | None, message: Message, error: WireError) -> None:
-        """End the requests of a message that no frame can carry with `error`."""
+        """Fail with `error` the requests of a message that no frame can carry."""
         if isinstance(message, AssignRequest):
             for sample in message.samples:
                 request = self._table.requests.get(sample.request_id)
@@ -292,14 +292,14 @@ class RequestLifecycle:
             timers.discard(("grace", request.server_id))
 
     def acknowledged(self, client: ClientSession, message: ReplyAck, now: float) -> None:
-        """Forget replies that have arrived at the client."""
+        """Remove the requests whose replies have arrived at the client."""
         for named in message.attempts:
             request = client.requests.get(named.request_id)
             if request is None or request.reply is None:
                 self._context.counters.num_unexpected += 1
                 continue
             client.acknowledge(named.request_id)
-            self._table.forget(request)
+            self._table.remove(request)
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:
         """Send the reply again, or the streamed tokens from `offset` on."""
@@ -312,5 +312,5 @@ class RequestLifecycle:
 
 
 def _failure(client_request_id: int, error: WireError) -> EngineReply:
-    """Return the reply of a request that has no record."""
+    """Return the reply of a request that failed without a record."""
     return EngineReply(request_id=client_request_id, error=error, is_failed=True)

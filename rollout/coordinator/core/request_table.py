@@ -1,7 +1,7 @@
 """RequestTable: the requests that a coordinator holds, and the sessions of clients and engines.
 
-Used by all parts of the core. Sessions change by their own methods alone, requests mostly by those
-of RequestTable.
+Used by the other modules of `rollout.coordinator.core`. They change sessions by the sessions' own
+methods alone, and requests mostly by the methods of RequestTable. All is kept in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPLY_BYTES = 512
 
 
 class Recent(OrderedDict[K, V]):
-    """A dictionary of at most `max_items`; the oldest entries are dropped."""
+    """A dictionary of at most `max_items` entries: one more drops the oldest entry."""
 
     # A plain dict would pass over all deleted entries to find its first key.
     def __init__(self, max_items: int) -> None:
@@ -63,12 +63,12 @@ class Recent(OrderedDict[K, V]):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """One client, until its lease runs out. Only its own methods change it.
+    """One client, until it disconnects or its lease runs out. Only its own methods change it.
 
-    identity: the identity of its latest connection. requests: by the client's ids, the unfinished
-    ones and those with a kept reply. num_unfinished, request_bytes: number and bytes of unfinished
-    ones. kept_bytes: bytes of kept replies. answered: ids of acknowledged requests. answers: the
-    answers to commands, by command id; None while the command waits or runs. missed_tokens: the
+    identity: the identity of its latest connection. requests: unfinished requests and requests with
+    a kept reply, by the client's ids. num_unfinished, request_bytes: number and bytes of unfinished
+    requests. kept_bytes: bytes of kept replies. answered: ids of acknowledged requests. answers:
+    the answers to commands, by command id; None while the command waits or runs. missed_tokens: the
     offset of the first undelivered token, by request id; the reply is sent instead if there is one.
     missed_answers: ids of commands whose answer was not delivered.
     """
@@ -88,7 +88,7 @@ class ClientSession:
     has_left: bool = False
 
     def renew_lease(self, now: float) -> None:
-        """Begin the lease again: a message has arrived at `now`."""
+        """Begin the lease again at `now`, when a message has arrived."""
         self.last_seen = now
 
     def extend_lease(self, seconds: float) -> None:
@@ -96,7 +96,8 @@ class ClientSession:
         self.last_seen += seconds
 
     def move(self, identity: bytes) -> None:
-        """Use another connection. All that the former one may have lost is sent again."""
+        """Use another connection. Marks all messages that the earlier one may have lost as
+        undelivered."""
         self.identity = identity
         self.missed_answers = dict.fromkeys(self.answers)
         self.missed_tokens = dict.fromkeys(self.requests, 0)
@@ -115,15 +116,15 @@ class ClientSession:
         self.request_bytes += num_bytes
 
     def finish_request(self) -> None:
-        """Count an unfinished request less."""
+        """Lower the number of unfinished requests by one."""
         self.num_unfinished -= 1
 
     def finish_group(self, num_bytes: int) -> None:
-        """Count the bytes of a group less, all of whose requests have ended."""
+        """Subtract the bytes of a group whose requests have all ended."""
         self.request_bytes -= num_bytes
 
     def count_kept_bytes(self, num_bytes: int) -> None:
-        """Add the bytes of a kept reply; a negative number for one that is dropped."""
+        """Add the bytes of a kept reply, or a negative number for a reply that is dropped."""
         self.kept_bytes += num_bytes
 
     def remove(self, request: Request) -> None:
@@ -131,14 +132,14 @@ class ClientSession:
         del self.requests[request.client_request_id]
 
     def acknowledge(self, request_id: int) -> None:
-        """Remember a request whose reply has arrived at the client."""
+        """Record that the reply of a request has arrived at the client."""
         self.answered[request_id] = None
         self.missed_tokens.pop(request_id, None)
 
     # ---- its commands
 
     def begin_command(self, command_id: int) -> None:
-        """Remember a command, so that a repeated one is not done twice."""
+        """Record a command, so that it does not run again when it is repeated."""
         self.answers[command_id] = None
 
     def keep_answer(self, command_id: int, answer: Ack | Nack, max_answers: int) -> None:
@@ -153,7 +154,7 @@ class ClientSession:
     # ---- messages that were not delivered
 
     def miss(self, message: Message) -> None:
-        """Remember an undelivered message until `take_missed`."""
+        """Record an undelivered message until `take_missed`."""
         if isinstance(message, (Ack, Nack)) and message.command_id is not None:
             self.missed_answers[message.command_id] = None
         elif isinstance(message, EngineReply):
@@ -163,8 +164,8 @@ class ClientSession:
             self.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
 
     def take_missed(self) -> tuple[list[Ack | Nack], dict[int, int]]:
-        """Return the undelivered answers, and the offset of the first undelivered token of each
-        request that is not acknowledged yet. Both are forgotten here."""
+        """Remove and return the undelivered answers, and the offset of the first undelivered token
+        of each request that is not acknowledged yet."""
         answers = [answer for i in self.missed_answers if (answer := self.answers.get(i))]
         tokens = {i: offset for i, offset in self.missed_tokens.items() if i in self.requests}
         self.missed_answers, self.missed_tokens = {}, {}
@@ -176,17 +177,17 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One registered engine. It gets work and commands once it `is_ready`. Only its own methods
-    change it.
+    """One registered engine. It gets requests and most commands once it `is_ready`. Only its own
+    methods change it.
 
     session: the number of this registration, which its Credit names. max_held: the most requests
     that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
-    both since it registered. last_seen: when it last sent a frame. progress_at: when its step count
-    last rose, or when it had no work. requests: those assigned to it, oldest first. last_chance_id:
-    the id of a request that fails if this engine is lost; no second such request runs beside it.
-    expected: the state and weights version of its RegisterAck. num_awaited: commands that wait for
-    its answer, each with its own deadline. acknowledged, aborted: attempts to send it at the
-    end of the turn, in one message of each kind.
+    both since it registered. last_seen: time of its last frame. progress_at: time when its step
+    count last rose, or when it had no work. requests: the requests assigned to it, oldest first.
+    last_chance_id: the id of a request that fails if this engine fails; no second such request runs
+    beside it. expected: the state and weights version of its RegisterAck. num_awaited: commands
+    that wait for its answer, each with its own deadline. acknowledged, aborted: attempts that the
+    next `take_queued` sends, in one message of each kind.
     """
 
     engine_id: bytes
@@ -208,10 +209,10 @@ class EngineSession:
     acknowledged: list[Attempt] = field(default_factory=list)
     aborted: list[Attempt] = field(default_factory=list)
 
-    # ---- its life
+    # ---- its lease and state
 
     def renew_lease(self, now: float) -> None:
-        """Begin the lease again: a message has arrived at `now`."""
+        """Begin the lease again at `now`, when a message has arrived."""
         self.last_seen = now
 
     def extend_lease(self, seconds: float) -> None:
@@ -235,11 +236,11 @@ class EngineSession:
         self.is_ready, self.progress_at = True, now
 
     def end_work(self) -> None:
-        """Make the engine not ready: it has left."""
+        """Make the engine not ready, since it has left."""
         self.is_ready = False
 
     def serve(self, version: int) -> None:
-        """Keep the weights version that the engine has confirmed."""
+        """Set the weights version that the engine has confirmed."""
         self.weights_version = version
 
     def begin_command(self) -> None:
@@ -247,7 +248,7 @@ class EngineSession:
         self.num_awaited += 1
 
     def end_command(self, now: float) -> None:
-        """Count one command less. The time without a step counts from now on."""
+        """Lower the count of `begin_command`. The time without a step counts from now on."""
         self.num_awaited -= 1
         self.progress_at = now
 
@@ -262,7 +263,7 @@ class EngineSession:
         return True
 
     def assign(self, request: Request) -> None:
-        """Add a request that is sent to the engine, which uses credit."""
+        """Add a request that is sent to the engine. It uses credit."""
         self.num_assigned += 1
         self.requests[request.server_id] = request
 
@@ -279,7 +280,7 @@ class EngineSession:
         del self.requests[request.server_id]
 
     def begin_last_chance(self, request: Request) -> None:
-        """Mark the request that fails if this engine is lost."""
+        """Mark the request that fails if this engine fails."""
         self.last_chance_id = request.server_id
 
     def end_last_chance(self, request: Request) -> None:
@@ -288,7 +289,7 @@ class EngineSession:
             self.last_chance_id = None
 
     def acknowledge(self, attempt: Attempt) -> None:
-        """Queue an attempt that the engine may forget: its reply has arrived."""
+        """Queue an attempt that the engine may drop, since its reply has arrived."""
         self.acknowledged.append(attempt)
 
     def abort(self, attempt: Attempt) -> None:
@@ -296,7 +297,7 @@ class EngineSession:
         self.aborted.append(attempt)
 
     def take_queued(self) -> Sequence[ReplyAck | AbortRequest]:
-        """Return the messages about queued attempts, which are sent once a turn."""
+        """Remove the queued attempts, and return the messages about them."""
         if not self.acknowledged and not self.aborted:
             return ()
         acknowledged, self.acknowledged = self.acknowledged, []
@@ -342,7 +343,7 @@ class TokenGapError(ProtocolError):
 
 
 class TokenLog:
-    """Tokens [0, len) of one request as its engines reported them. Tokens are added, never
+    """Tokens from offset 0 of one request, as its engines reported them. Tokens are added, never
     changed."""
 
     __slots__ = ("_num_tokens", "_runs", "num_bytes")
@@ -356,11 +357,9 @@ class TokenLog:
         return self._num_tokens
 
     def append(self, run: TokenRun) -> TokenRun | None:
-        """Add the new tokens of `run`. Returns the new tokens as a run; None without new ones.
-
+        """Add the tokens of `run` that are new. Returns them as a run, or None if there are none.
         Raises TokenGapError if tokens before the run are missing, and ProtocolError if only some
-        runs have log-probs, ranks or top-n. The log is unchanged then.
-        """
+        runs have log-probs, ranks or top-n. The log is unchanged then."""
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
         if run.end <= self._num_tokens:
@@ -388,7 +387,7 @@ def _absent_columns(run: TokenRun) -> tuple[bool, bool, bool]:
 
 
 def num_bytes_of(run: TokenRun) -> int:
-    """Return the bytes of a run's arrays."""
+    """Return the number of bytes in a run's arrays."""
     per_token = 20 + 4 * (run.log_probs is not None) + 4 * (run.ranks is not None)
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
@@ -398,8 +397,8 @@ class Group:
     """Samples of one prompt, which go to one rank.
 
     prompt_tokens: int32 [n]. hashes: hashes of the prompt's whole blocks. Both are dropped once the
-    group has ended. num_bytes: prompt and params, as counted for its client. unfinished: unfinished
-    requests, by server id. waiting: unfinished requests without an engine.
+    group has ended. num_bytes: bytes of prompt and params, as counted for its client. unfinished:
+    unfinished requests, by server id. waiting: unfinished requests without an engine.
     """
 
     group_id: int
@@ -415,15 +414,15 @@ class Group:
 @dataclass(slots=True, eq=False)
 class Request:
     """One request: it waits, is assigned while it has an `engine`, and has ended once there is a
-    `reply`, which is kept for its client. `server_id` names it towards engines, `client_request_id`
-    towards its client.
+    `reply`, which is kept for its client. `server_id` is its id in messages to engines,
+    `client_request_id` its id in messages to the client.
 
     num_tokens: the most prompt and new tokens, as routing counts them. attempt: the number of the
     latest assignment; -1 before the first. last_engine_id: the engine of the latest assignment.
-    num_known: tokens that were reported before it. lost_attempts: attempts whose engine has failed,
-    perhaps because of this request, since the request last made progress. abort_error: the reason
-    while the request is being aborted, else None. It becomes the error of the reply if there is no
-    record, or if the deadline passed (is_overdue).
+    num_known: tokens that were reported before that assignment. lost_attempts: attempts whose
+    engine has failed, perhaps because of this request, since the request last made progress.
+    abort_error: the reason while the request is being aborted, else None. It becomes the error of
+    the reply if there is no record, or if the deadline passed (is_overdue).
     """
 
     server_id: int
@@ -454,8 +453,9 @@ class Request:
 
 
 class RequestTable:
-    """All requests and unfinished groups, by server id. The only writer of a request's phase and
-    engine. Ids rise from 0 and are never reused."""
+    """All requests by server id, and all unfinished groups by group id. The only writer of a
+    request's phase and engine. Ids rise from 0 and are never reused. num_log_bytes: bytes of all
+    token logs."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -509,7 +509,7 @@ class RequestTable:
         engine.reclaim(request)
 
     def requeue(self, request: Request) -> None:
-        """Make an assigned request wait again: its engine has left."""
+        """Make an assigned request wait again, since its engine has left."""
         self._leave_engine(request)
         request.group.waiting[request.server_id] = request
 
@@ -524,7 +524,7 @@ class RequestTable:
         request.client.count_kept_bytes(_kept_bytes(reply) - _kept_bytes(request.reply))
         request.reply = reply
 
-    def forget(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """Remove a request and its reply."""
         if request.reply is None:
             self._end(request)

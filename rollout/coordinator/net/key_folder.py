@@ -1,11 +1,11 @@
-"""The keys of a fleet as a folder: the coordinator's pair, its allow-list, a folder for each peer.
+"""A folder with the keys of a fleet: the coordinator's pair, its allow-list, a folder per peer.
 
     DIR/coordinator.key_secret, DIR/coordinator.key    stay with the coordinator
-    DIR/allowed/NAME.key                               allow-list: without its file NAME is refused
+    DIR/allowed/NAME.key                               allow-list: a peer without a file is refused
     DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
 
 Whoever has a peer's folder can connect as that peer: protect it like a password. Used by
-`rollout keys`, by the commands that take `--keys`, and by users' programs.
+the commands `rollout keys`, `coordinator`, `engine` and `top`, and by users' programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
     """Make the folder, for its owner only, with a pair of keys for each of `peers`.
 
     In an existing folder the coordinator's pair stays, and the peers are added. Raises ConfigError
-    for a peer that has keys already or whose name cannot be a folder's, before it writes anything.
+    for a peer that has keys already or whose name cannot be a folder's, before it writes anything,
+    and if a file cannot be written.
     """
     root = Path(folder)
     for peer in peers:
@@ -64,17 +65,16 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
 
 
 def coordinator_keys(folder: str | Path) -> CurveServerKeys:
-    """Return the coordinator's keys in a folder of `create_key_folder`. Raises ConfigError."""
+    """Return the coordinator's keys in a folder that `create_key_folder` made. Raises ConfigError
+    if they cannot be read."""
     root = Path(folder).resolve()
     return server_keys_in(root / f"{_COORDINATOR}.key_secret", (), root / _ALLOWED)
 
 
 def peer_keys(folder: str | Path, peer: str) -> CurveKeys:
-    """Return the keys of `peer`. `folder`: the whole folder, or a copy of one peer's own folder,
-    whose name does not matter.
-
-    Raises ConfigError if it has no such keys, with the names of the peers that it has.
-    """
+    """Return the keys of `peer`. `folder`: the whole folder, or a copy of that peer's own folder
+    under any name. Raises ConfigError, with the names of the peers that it has, if it has no such
+    keys."""
     root = Path(folder)
     own = root if (root / f"{_OWN}.key_secret").exists() else root / peer
     if not (own / f"{_OWN}.key_secret").exists():

@@ -1,6 +1,7 @@
 """KeyGate: accepts connections of peers with a known CURVE key, and counts refused connections.
 
-Used by RouterSocket, if the coordinator has keys.
+Used by RouterSocket (`rollout.coordinator.net.sockets`) if the coordinator has keys. It changes
+options of that socket, runs a thread and counts in a `Refusals`.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 
 @dataclass(slots=True)
 class Refusals:
-    """Connections that were refused since the gate was made.
+    """How many connections were refused since the gate was made, by reason.
 
-    num_unknown_keys: the peer's key is not in the allow-list. num_without_keys: the peer does not
-    use CURVE. num_wrong_server_keys: the peer has the public key of another coordinator, or its
-    first frames were altered. num_replayed_frames: a frame arrived a second time; the connection is
-    not read any more. num_malformed: any other bytes that are not CURVE, such as those of an
-    earlier connection.
+    num_unknown_keys: the peer's key is neither in the allow-list nor among the keys given to the
+    coordinator. num_without_keys: the peer does not use CURVE, or left before the handshake.
+    num_wrong_server_keys: the peer has the public key of another coordinator, or its first frames
+    were altered. num_replayed_frames: a frame arrived a second time; the connection is not read any
+    more. num_malformed: the bytes are no handshake, or one of an earlier connection.
     """
 
     num_unknown_keys: int = 0
@@ -66,8 +67,8 @@ class KeyGate:
     """Authenticates each connection to one ROUTER, in a thread that ends with the context.
 
     libzmq asks for each connection (ZAP, rfc.zeromq.org/spec/27), before any frame is received. The
-    socket's monitor reports handshakes that fail before that, and repeated frames. Each unknown key
-    and each kind of other fault is logged once: the monitor names no peer.
+    socket's monitor reports handshakes that fail before that, and repeated frames. The first 64
+    unknown keys and each kind of other fault are logged once: the monitor names no peer.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KeyGate:
         socket: zmq.Socket[bytes],
         keys: CurveServerKeys,
     ) -> None:
-        """Set the options of `socket`, which must not be bound yet."""
+        """Set the CURVE options of `socket`, which must not be bound yet, and start the thread."""
         self.refusals = Refusals()
         self._is_known = _allow_list(keys)
         self._logged: set[bytes | str] = set()
@@ -106,7 +107,7 @@ class KeyGate:
             self._watch.close(linger=0)
 
     def _answer(self, question: list[bytes]) -> None:
-        """Answer libzmq's question whether a connection is accepted."""
+        """Answer libzmq's ZAP request `question`: whether to accept a connection."""
         version, request_id, _, address, _, _, *keys = question
         is_known = len(keys) == 1 and self._is_known(keys[0])
         if not is_known:
@@ -147,8 +148,8 @@ def _serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
 
 
 def _allow_list(keys: CurveServerKeys) -> Callable[[bytes], bool]:
-    """Return a function that says whether a key of 32 bytes is allowed. It reads the folder again
-    for each peer."""
+    """Return a function that says whether a key of 32 bytes is allowed. For each key that was not
+    given to the coordinator it reads the allow-list's folder again."""
     known = {z85.decode(key) for key in keys.clients}
     folder = keys.allow_list
 
@@ -163,6 +164,6 @@ def _is_in(folder: Path, key: bytes) -> bool:
         try:
             if public_key_in(path) == key:
                 return True
-        except ConfigError as fault:  # one bad file must not keep the others out
+        except ConfigError as fault:  # one bad file must not keep the other peers out
             logger.warning("a file of the allow-list is ignored: %s", fault)
     return False

@@ -1,7 +1,8 @@
 """Link: the session of a client or an engine with the coordinator, kept by a thread of its own.
 
-Used by InferenceClient and `run_engine`. Lease, Inbox and Outbox are what the link's thread shares
-with the thread of its owner.
+Used by `rollout.coordinator.client.inference_client` and, for engines,
+`rollout.apis.engine_process`. The link owns a ZeroMQ context and a socket. Its thread shares a
+Lease, an Inbox and an Outbox with the thread of its owner.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 2**16  # messages of an engine, in each direction
 _MIN_HEARTBEAT_S = 0.005
-_REDIAL_S, _RETRY_S = 0.1, 0.5  # the latter after a refusal
+_REDIAL_S, _RETRY_S = 0.1, 0.5  # pauses after a lost connection, and after a refusal
 # Seconds that a connection and its handshake may take before both are tried again.
 _ANSWER_S = 2.0
 # After refused connections for this many seconds, a client takes the coordinator's process for
@@ -60,8 +61,7 @@ _LINGER_MS = 500
 class Lease:
     """The time until which the coordinator certainly keeps this peer's session. A lease starts when
     the answered heartbeat was *sent*, so it ends here no later than at the coordinator. Times are
-    seconds of one monotonic clock. The link's thread writes it; any thread may read `until`.
-    """
+    seconds of one monotonic clock. The link's thread alone writes; any thread may read `until`."""
 
     def __init__(self) -> None:
         self.until = -math.inf
@@ -87,7 +87,7 @@ class Lease:
 
     def answered(self, sequence: int, now: float) -> int:
         """Renew the lease by the answer to a heartbeat. Returns how many frames had arrived before
-        the heartbeat.
+        that heartbeat, 0 if it is unknown or has been answered.
 
         An answer after the end of the lease does not renew it: the coordinator may have ended the
         session meanwhile.
@@ -102,9 +102,10 @@ class Lease:
 
 
 class Inbox:
-    """Received messages for the owner. `on_news` is called after the first message in an empty
-    inbox, and at the end; `on_room` after a full inbox was emptied. `max_messages`: None for no
-    limit.
+    """Received messages for the owner. The link's thread calls `put`, the owner's `take_all`.
+
+    `on_news` is called when an empty inbox gets a message, and by `close`; `on_room` after messages
+    were taken from a full inbox. `max_messages`: the size that counts as full; None for no limit.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class Inbox:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_all` would return messages or raise the end."""
+        """Whether `take_all` would return messages or raise `end`."""
         return bool(self._messages) or self.end is not None
 
     def put(self, messages: Sequence[Message]) -> None:
-        """Add received messages, at least one."""
+        """Add received messages, at least one, even to a full inbox."""
         with self._changed:
             was_empty = not self._messages
             self._messages.extend(messages)
@@ -135,9 +136,8 @@ class Inbox:
 
     def take_all(self, timeout_s: float) -> list[Message]:
         """Return the messages of one session, after waiting up to `timeout_s` seconds for the
-        first. A session's first message is the first of the list. Raises `end` once all messages
-        have been taken.
-        """
+        first; [] if none came. A session's first message is the first of a list. Raises `end` once
+        the inbox is closed and all messages have been taken."""
         with self._changed:
             if timeout_s > 0.0:
                 self._changed.wait_for(lambda: self.has_news, timeout_s)
@@ -154,7 +154,7 @@ class Inbox:
         return taken
 
     def close(self, end: RolloutError) -> None:
-        """Let `take_all` raise `end` after the last message."""
+        """Make `take_all` raise `end` after the last message. The first call's `end` counts."""
         with self._changed:
             self.end = self.end or end
             self._changed.notify_all()
@@ -162,9 +162,9 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the socket, kept until they have certainly arrived. The owner's thread calls `put`
-    and `flush`, any thread `close`, and the link's thread, which `wake` wakes, everything else.
-    """
+    """Frames for the coordinator, kept until they have certainly arrived. The owner's thread calls
+    `put`, `flush` and `num_kept`, any thread calls `close`, and the link's thread all else. `wake`
+    wakes the link's thread. `max_frames`: None for no limit."""
 
     def __init__(
         self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
@@ -235,30 +235,31 @@ class Outbox:
             self._sent.clear()
 
     def drop_all(self) -> None:
-        """Drop the waiting frames and all later ones: the coordinator is lost."""
+        """Drop the waiting frames and all later ones, because the coordinator is lost."""
         with self._lock:
             self._is_lost = True
             self._waiting.clear()
 
     def close(self, end: RolloutError) -> None:
-        """Let `put` raise `end` from now on."""
+        """Make `put` raise `end` from now on."""
         with self._lock:
             self._end = self._end or end
 
 
 class LinkClosedError(RolloutError):
-    """A link was used after its end."""
+    """A link was used after `Link.close`."""
 
 
 class Link:
-    """Connects, shakes hands, reconnects after a lost connection, sends heartbeats, and moves
-    messages between the socket and its owner. A busy owner does not end the session.
+    """A peer's session with the coordinator. Its thread connects, sends the handshake, reconnects
+    after a lost connection, sends heartbeats, and moves messages between the socket and the owner.
+    A busy owner does not end the session.
 
     handshake: returns the first message of each session: a client's Connect, an engine's Register.
     status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
     thread calls both while the owner's thread may be in a step: they must neither wait for it nor
-    change anything. on_news: the link's thread calls it when `receive` has something to return
-    after it had nothing; it must not block.
+    disturb it. on_news: the link's thread calls it when `receive` has something to return after it
+    had nothing; it must not block.
 
     Messages wait while there is no session. After the next handshake the link sends messages again
     that may have been lost with the connection: some arrive twice, none is missing. One thread
@@ -284,7 +285,8 @@ class Link:
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
         give_up_s: float = GIVE_UP_S,
     ) -> None:
-        """Connect in the background. Raises ConfigError if `address` is not an address."""
+        """Start the thread, which connects. Raises ConfigError if `address` is not an address.
+        max_queued: messages that may wait in each direction; None for no limit."""
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None
@@ -298,7 +300,7 @@ class Link:
         self._last_message: Disconnect | None = None
         self._arrived: list[Message] = []  # not in the inbox yet
         self._has_ended = False
-        # ---- the session; `_num_sessions` counts those whose first message is in the inbox
+        # ---- the session; `_num_sessions` counts sessions whose first message is in the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
         self._possible_fault = ""  # of a handshake that may have failed for its keys
@@ -340,7 +342,8 @@ class Link:
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
-        or CoordinatorLostError without an answer. The link keeps trying in either case."""
+        or CoordinatorLostError without an answer; the link keeps trying in either case. Raises the
+        link's error if the link has ended."""
         self._has_answer.wait(timeout_s)
         if self.refusal is not None:
             raise self.refusal
@@ -354,21 +357,21 @@ class Link:
         """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
         first one. A ConnectAck or RegisterAck is always the first of the list.
 
-        Clients also get EngineReply, EngineReplyPartial, Ack and Nack; engines also get
+        Clients also get EngineReply, EngineReplyPartial, Ack and Nack. Engines also get
         AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback. The link
         handles all others. A malformed message is replaced by the failure of each request or
-        command that it names, an EngineReply or a Nack; an engine forwards these.
+        command that it names: an EngineReply or a Nack, which an engine forwards.
 
-        Once all messages have been returned, raises CoordinatorLostError, LinkClosedError, or
-        another RolloutError if the link failed."""
+        Once the link has ended and all messages have been returned, raises CoordinatorLostError,
+        LinkClosedError, or another RolloutError if the link failed."""
         messages = self._inbox.take_all(timeout_s)
         self._num_taken += bool(messages) and isinstance(messages[0], RegisterAck)
         return messages
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` would return or raise something. If not, `on_news` is called when it
-        would."""
+        """Whether `receive` would return or raise something now. If not, `on_news` is called as
+        soon as it would."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
@@ -380,16 +383,16 @@ class Link:
         self.outbox.put(encode(message, self._max_frame_bytes))
 
     def flush(self) -> None:
-        """Send the queued messages. Call it once per turn: small messages are sent together, and
-        waking the link's thread takes the interpreter lock from the owner's."""
+        """Send the queued messages. Call it once per pass of the owner's loop: small messages are
+        sent together, and waking the link's thread takes the interpreter lock from the owner's."""
         self.outbox.flush()
 
     def may_step(self) -> bool:
-        """Whether the engine's lease is valid now, also right after the process stood still.
+        """Return whether the engine may step now: its lease must be valid, even right after the
+        process stood still.
 
-        After a registration it is valid once `receive` has returned the RegisterAck, which names
-        the attempts to keep. It is not valid while more than half of the queue is full, since each
-        step adds messages.
+        `receive` must have returned the latest RegisterAck, which names the attempts to keep. The
+        queue must be at most half full, since each step adds messages.
         """
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
@@ -454,19 +457,19 @@ class Link:
             else:
                 self._receive(until_empty=True)  # messages that came before the end
                 self._disconnected(is_refused=event == REFUSED)
-        self._do_due(time.monotonic())
+        self._handle_timers(time.monotonic())
         if self._is_in_session:
             self.outbox.send_all(self._dealer.send)
 
     @property
     def _silent_at(self) -> float:
-        """When to begin another session if nothing arrives, in monotonic seconds. For a client any
-        message counts, not only answers to heartbeats, which may be late."""
+        """Time in monotonic seconds at which to begin another session if nothing arrives. For a
+        client any message counts, not only answers to heartbeats, which may be late."""
         return self._received_at + self._lease_s if self._is_client else self._lease.until
 
-    def _do_due(self, now: float) -> None:
+    def _handle_timers(self, now: float) -> None:
         if self._is_in_session and now >= self._silent_at:
-            self._leave("it was silent for the lease", now)
+            self._end_session("it was silent for the lease", now)
         if self._is_in_session:
             if now >= self._next_heartbeat:
                 self._send_heartbeat(now)
@@ -497,7 +500,7 @@ class Link:
         if self._has_ended:
             return
         if self._is_in_session:
-            self._leave("the connection is lost", now)
+            self._end_session("the connection is lost", now)
             return
         self._dealer.close()
         self._redial_at = now + _REDIAL_S
@@ -505,9 +508,9 @@ class Link:
             self._give_up("its process has ended, connections are refused")
 
     def _handshake_failed(self, fault: str, *, is_certain: bool) -> None:
-        """Note a failed handshake; the link tries again. `wait_registered` raises at once if only a
-        key can be the cause, else at its deadline: the coordinator may have ended during the
-        handshake."""
+        """Record a failed handshake; the link tries again. `is_certain`: a key is the cause for
+        certain, so `wait_registered` raises at once. Else it raises at its deadline, because the
+        coordinator may have ended during the handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
         elif self.refusal is None:
@@ -522,8 +525,8 @@ class Link:
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
 
-    def _enter(self, ack: ConnectAck | RegisterAck) -> None:
-        """The handshake is answered."""
+    def _begin_session(self, ack: ConnectAck | RegisterAck) -> None:
+        """Begin the session, if `ack` answers this connection's handshake and fits this peer."""
         if self._handshake_sent_at is None or self._is_in_session:
             return  # it answers no handshake of this session
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
@@ -548,8 +551,8 @@ class Link:
         self._has_answer.set()
         _logger.info("%s: session %d", self.address, self._num_sessions)
 
-    def _leave(self, why: str, now: float) -> None:
-        """End the session and begin another one."""
+    def _end_session(self, why: str, now: float) -> None:
+        """End the session, queue its unconfirmed frames again, and connect again at once."""
         _logger.info("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
@@ -562,7 +565,7 @@ class Link:
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
-            self._leave(f"it no longer knows this peer ({error})", now)
+            self._end_session(f"it no longer knows this peer ({error})", now)
             return
         self.refusal = error
         self._redial_at = now + _RETRY_S
@@ -600,7 +603,7 @@ class Link:
             self._received_at = time.monotonic()
             for frame in frames:  # a malformed frame does not affect the others
                 try:
-                    self._take(decode(frame, self._max_frame_bytes))
+                    self._handle(decode(frame, self._max_frame_bytes))
                 except ProtocolError as fault:
                     self._malformed(fault)
                     # The requests or the command that it names fail with the fault.
@@ -620,15 +623,15 @@ class Link:
         if arrived:
             self._inbox.put(arrived)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         if self._has_ended:
             return
         if isinstance(message, Heartbeat):
-            if not self._is_in_session:  # registered, and admitted once a command has ended
+            if not self._is_in_session:  # the RegisterAck comes once a running command has ended
                 self._give_up_at = max(self._give_up_at, time.monotonic() + self._give_up_s)
             self.outbox.confirm(self._lease.answered(message.sequence, time.monotonic()))
         elif isinstance(message, ConnectAck if self._is_client else RegisterAck):
-            self._enter(message)
+            self._begin_session(message)
         elif isinstance(message, Nack) and message.command_id is None:
             self._refused(message.error.to_error())
         elif isinstance(message, Disconnect):

@@ -1,8 +1,8 @@
 """Access to a fleet: private socket addresses, and CURVE keys with their files.
 
-Used by the other modules of coordinator.net, the coordinator, AsyncLLM and the `rollout` commands.
-It creates key files, and creates and removes the directory of a private address.
-docs/security.md says when a fleet needs keys.
+Used by the other modules of `rollout.coordinator.net`, and for their keys by the coordinator,
+InferenceClient, `rollout.apis` and `rollout.cli.top`. It creates key files, and creates and removes
+the directory of a private address. docs/security.md says when a fleet needs keys.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ HANDSHAKE_FAULTS = (
 class CurveServerKeys:
     """A coordinator's key pair, and the public keys of all clients and engines that may connect.
 
-    An AsyncLLM adds the key of its own client and engines. allow_list: a folder of *.key files with
-    more public keys. It is read for each new connection. Removing a file does not end established
-    connections.
+    clients: their public keys. An AsyncLLM adds the key of its own client and engines. allow_list:
+    a folder of *.key files with more public keys, or None. It is read for each new connection.
+    Removing a file does not end established connections.
     """
 
     public: bytes
@@ -52,14 +52,14 @@ class CurveServerKeys:
     allow_list: Path | None = None
 
     def __post_init__(self) -> None:
-        """Check the keys. Raises ConfigError."""
+        """Raise ConfigError unless all keys are 40 bytes of Z85."""
         object.__setattr__(self, "clients", frozenset(self.clients))
         for key in (self.public, self.secret, *self.clients):
             _require_key(key)
 
     @classmethod
     def made(cls) -> CurveServerKeys:
-        """Create a key pair that accepts no client yet."""
+        """Return a new key pair of a coordinator that accepts no client yet."""
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret, clients=frozenset())
 
@@ -80,7 +80,7 @@ class CurveKeys:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Check the keys. Raises ConfigError."""
+        """Raise ConfigError unless all keys are 40 bytes of Z85."""
         for key in (self.server_public, self.public, self.secret):
             _require_key(key)
 
@@ -123,15 +123,16 @@ def create_key_files(folder: str | Path, name: str) -> None:
 
 
 def public_key_in(path: str | Path) -> bytes:
-    """Return the public key in a file of `create_key_files` or zmq.auth. Raises ConfigError."""
+    """Return the public key in a file of `create_key_files` or zmq.auth. Raises ConfigError if it
+    cannot be read."""
     return _keys_in(path, is_secret=False)["public"]
 
 
 def server_keys_in(
     path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
 ) -> CurveServerKeys:
-    """Read the coordinator's keys. `path`: the coordinator's secret file. `clients`: public files
-    of peers. Raises ConfigError."""
+    """Return the coordinator's keys. `path`: the coordinator's secret file. `clients`: public files
+    of peers. Raises ConfigError for an unreadable file or a secret that others can read."""
     keys = _keys_in(path, is_secret=True)
     return CurveServerKeys(
         public=keys["public"],
@@ -142,11 +143,8 @@ def server_keys_in(
 
 
 def client_keys_in(path: str | Path, server: str | Path) -> CurveKeys:
-    """Read a peer's keys. `path`: the secret file of the client or engine. `server`: the
-    coordinator's public file.
-
-    Raises ConfigError.
-    """
+    """Return a peer's keys. `path`: the secret file of the client or engine. `server`: the
+    coordinator's public file. Raises ConfigError as `server_keys_in` does."""
     return CurveKeys(server_public=public_key_in(server), **_keys_in(path, is_secret=True))
 
 
@@ -170,7 +168,7 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
 
 
 def handshake_fault(event: int) -> str | None:
-    """Return the reason for a failed handshake, from the monitor event of the connecting peer's
+    """Return why a coordinator refused a handshake, by the monitor's event at the connecting peer's
     socket. Returns None for an event that is not in HANDSHAKE_FAULTS."""
     if event == KEY_IS_UNKNOWN:
         return "it does not know the key of this peer: add the key to its allow-list"
@@ -209,8 +207,8 @@ def private_address() -> str:
 
 
 def remove_private_address(address: str) -> None:
-    """Remove the directory of a `private_address`. Does nothing for any other address, or if the
-    directory is gone."""
+    """Remove the directory of an address that `private_address` made. Does nothing for any other
+    address, or if the directory is gone."""
     folder, name = os.path.split(address.removeprefix("ipc://"))
     if name == _SOCKET and os.path.basename(folder).startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
@@ -218,7 +216,7 @@ def remove_private_address(address: str) -> None:
 
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
     """Raise ConfigError if other machines can reach the IP address `address`, unless `has_keys` or
-    `insecure`. Without keys it logs who can connect. `host`: name of the address in the message."""
+    `insecure`. Without keys, log who can connect. `host`: name of the address in the message."""
     if has_keys:
         return
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback

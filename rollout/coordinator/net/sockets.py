@@ -1,6 +1,8 @@
 """The ZeroMQ sockets of a fleet: the coordinator's RouterSocket, and the DealerSocket of each peer.
 
-Used by DataParallelInferenceCoordinator and Link. They know frames, not messages.
+Used by `rollout.coordinator.coordinator` and `rollout.coordinator.net.link`; `address_of` also by
+`rollout.coordinator.client` and `rollout.apis.async_llm`. The sockets know frames, not messages.
+A frame may be a Batch: several frames in one, which `rollout.coordinator.protocol.codec` splits.
 """
 
 from __future__ import annotations
@@ -30,10 +32,8 @@ from rollout.errors import ConfigError, ProtocolError
 
 
 class SelfPipe:
-    """A pair of sockets that ends a poller's wait from another thread or a signal handler.
-
-    Register its `descriptor` with the poller: readable after a `wake` until the next `drain`.
-    """
+    """A pair of sockets that ends a poller's wait from another thread or a signal handler. Register
+    its `descriptor` with the poller. It is readable after a `wake` until the next `drain`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -71,14 +71,15 @@ _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Waiting frames of one peer, at least one, each with its number of messages."""
+    """Frames that wait for one slow peer, at least one, each with its number of messages."""
 
     frames: deque[tuple[bytes, int]] = field(default_factory=deque)
     num_messages: int = 0
 
 
 class RouterSocket:
-    """The coordinator's ROUTER socket, and its ZeroMQ context. address: where peers connect."""
+    """The coordinator's ROUTER socket, and its ZeroMQ context. `address`: the address to which
+    peers connect."""
 
     def __init__(
         self,
@@ -90,9 +91,8 @@ class RouterSocket:
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
     ) -> None:
-        """Bind; `port` None takes a free one. `host` None makes a socket that only processes of
-        this user can reach. Raises ConfigError if binding fails, or would be unsafe.
-        """
+        """Bind. `port`: None takes a free one. `host`: None makes a Unix socket that only processes
+        of this user can reach. Raises ConfigError if binding fails, or would be unsafe."""
         self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -121,7 +121,7 @@ class RouterSocket:
 
     @property
     def refusals(self) -> Refusals:
-        """Numbers of refused connections, by reason; zeros without keys."""
+        """Number of refused connections by reason; zeros without keys."""
         return Refusals() if self._gate is None else self._gate.refusals
 
     def _bind_private(self, port: int | None, advertise_host: str | None) -> None:
@@ -146,10 +146,9 @@ class RouterSocket:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (identity, frame) of up to about `max_frames` frames that have arrived. A Batch
-        yields all its frames. A message of several parts and an unreadable Batch yield one empty
-        frame, which is no message.
-        """
+        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames` and the
+        rest of a Batch. A ZeroMQ message of several parts or an unreadable Batch yields one empty
+        frame, which is no message."""
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
             try:
@@ -177,11 +176,11 @@ class RouterSocket:
         *,
         keeps: Callable[[bytes], bool],
     ) -> bool:
-        """Send a frame. Returns False if the peer is not connected or too many messages wait for
-        it.
+        """Send a frame, or keep it for `flush`. Returns False, and does neither, if the peer is not
+        connected or too many messages wait for it.
 
         `num_messages`: the number of messages in the frame, which may be a Batch. `keeps`: returns
-        whether frames for an identity are kept for `flush` while the socket has no room for them.
+        whether frames for an identity are kept while the socket has no room for them.
         """
         kept = self._kept.get(identity)
         if kept is None:
@@ -206,7 +205,7 @@ class RouterSocket:
                 del self._kept[identity]
 
     def _try(self, identity: bytes, frame: bytes) -> int | None:
-        """Send a frame. Returns None, or the errno of _UNREACHABLE if it was not sent."""
+        """Send a frame. Returns None, or an errno in _UNREACHABLE if it was not sent."""
         try:
             self.socket.send(identity, _MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -217,7 +216,8 @@ class RouterSocket:
         return None
 
     def close(self) -> None:
-        """Close, after up to _LINGER_MS for waiting frames. A second call does nothing."""
+        """Close, after up to _LINGER_MS for waiting frames, and remove a private address. A second
+        call does nothing."""
         self.socket.close()
         self._context.term()
         remove_private_address(self.address)
@@ -228,8 +228,7 @@ class RouterSocket:
 
 def address_of(port_or_address: int | str) -> str:
     """Return the address of a port on loopback. Returns a full tcp:// or ipc:// address unchanged.
-    Raises ConfigError.
-    """
+    Raises ConfigError for anything else."""
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -241,15 +240,14 @@ def address_of(port_or_address: int | str) -> str:
     return f"tcp://{LOOPBACK}:{text}"
 
 
-# Events of a socket's monitor. An established connection is disconnected, a refused one closed.
+# Events of a socket's monitor. DISCONNECTED ends an established connection, REFUSED an attempt.
 CONNECTED, DISCONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 REFUSED = zmq.EVENT_CLOSED
 
 
 class DealerSocket:
-    """One connection to a coordinator. It never reconnects, so that each answer belongs to a
-    message of the same connection; the next connection is another DealerSocket.
-    """
+    """One connection to a coordinator. It never reconnects: the next connection is another
+    DealerSocket. So each answer belongs to a message of the same connection."""
 
     def __init__(
         self,
@@ -260,7 +258,8 @@ class DealerSocket:
         max_frame_bytes: int,
         curve: CurveKeys | None,
     ) -> None:
-        """Begin to connect. Raises ConfigError if `address` is not an address."""
+        """Begin to connect. `waker` ends a `wait`. Raises ConfigError if `address` is not an
+        address."""
         self.socket = context.socket(zmq.DEALER)
         self._monitor = context.socket(zmq.PAIR)
         self._waker, self._poller, self._is_listening = waker, zmq.Poller(), False
@@ -278,9 +277,8 @@ class DealerSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
-        """Wait for an event, for the waker, and for messages if `for_messages`. Returns whether
-        there are messages, and whether there are events.
-        """
+        """Wait for an event, for the waker, or for a message if `for_messages`. `timeout_ms`: None
+        waits for ever. Returns whether there are messages, and whether there are events."""
         if for_messages != self._is_listening and not self.socket.closed:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages
@@ -290,8 +288,8 @@ class DealerSocket:
         return self.socket in ready, self._monitor in ready
 
     def events(self) -> Iterator[int]:
-        """Yield the events of the connection since the last call. Polling costs as much as
-        receiving a message: call it only if `wait` has reported events."""
+        """Yield the monitor's events since the last call. Polling costs as much as receiving a
+        message: call it only if `wait` has reported events."""
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 

@@ -1,6 +1,8 @@
-"""Encoding and decoding of messages, and Batches of frames.
+"""Functions that encode and decode messages. Each message is one frame. A Batch is a frame that
+holds several frames.
 
-Used by Link and the coordinator, for every frame.
+Used for every frame by `rollout.coordinator.net.link`, `rollout.coordinator.net.sockets`,
+`rollout.coordinator.coordinator` and `rollout.coordinator.core.core`. Keeps no state.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ _DECODERS = {int(header): msgspec.msgpack.Decoder(cls) for header, cls in MESSAG
 _FIELD_IN_FAULT = re.compile(r"`\$\[(\d+)\]")
 
 MAX_BATCH_FRAMES = 256
-# Bounds of our own Batches: copying a larger frame takes longer than sending it alone.
+# Bounds of the Batches that `batched` makes: copying a larger frame takes longer than sending it.
 _MAX_BATCHED_FRAME_BYTES = 2**14
 _MAX_BATCH_BYTES = 2**17
 
 
 class ProtocolVersionError(ProtocolError):
-    """A handshake has another protocol version. It is answered by a Nack."""
+    """A handshake has another protocol version. The coordinator answers it by a Nack."""
 
 
 class _Handshake(msgspec.Struct, array_like=True):
@@ -99,11 +101,9 @@ _command_decoder = msgspec.msgpack.Decoder(_NamedCommand)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`.
-
-    Raises ProtocolError if msgpack cannot carry a value, or if the frame is longer than receivers
-    accept. Types and ranges of the fields are checked by the receiver, and by `require_valid`.
-    """
+    """Return the frame of `message`. Raises ProtocolError if msgpack cannot carry a value, or if
+    the frame is longer than `max_bytes` or, for an Ack, MAX_PLAIN_BYTES. Does not check types and
+    ranges of the fields: the receiver and `require_valid` do."""
     name, num_allowed = type(message).__name__, max_bytes
     try:
         frame = pack(message)
@@ -117,17 +117,15 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 
 
 def require_valid(message: Message) -> None:
-    """Raise ProtocolError, naming the field, unless a receiver would accept `message`.
-
-    For messages with a user's values. Takes as long as sending and receiving the message.
-    """
+    """Raise ProtocolError, naming the field, unless a receiver would accept `message`. Only
+    messages with a user's values need it. Takes as long as `encode` and `decode` together."""
     decode(encode(message))
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
     """Return the message in `frame`, which must not be a Batch. Its arrays are read-only.
 
-    Whatever the bytes are, raises nothing but ProtocolError, which names the fault:
+    Whatever the bytes are, raises nothing but ProtocolError, which names the fault, or its subclass
     ProtocolVersionError for a Connect or Register of another version.
     """
     if len(frame) > max_bytes:
@@ -151,7 +149,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
 
 
 def _check_version(frame: bytes | memoryview) -> None:
-    """Raise ProtocolVersionError if the first field, which every version has, differs."""
+    """Raise ProtocolVersionError if a handshake's first field is not PROTOCOL_VERSION."""
     try:
         version = _handshake_decoder.decode(frame).protocol_version
     except FAULTS:
@@ -163,7 +161,7 @@ def _check_version(frame: bytes | memoryview) -> None:
 
 
 def _describe(cls: type[Message], fault: str) -> str:
-    """Return the message's name, its faulty field and the fault."""
+    """Return the text of an error: the name of `cls`, the faulty field if known, and `fault`."""
     position = int(found[1]) if (found := _FIELD_IN_FAULT.search(fault)) else 0
     field = f".{cls.__struct_fields__[position - 1]}" if position else ""
     return f"{cls.__name__}{field}: {fault:.200}"
@@ -172,12 +170,9 @@ def _describe(cls: type[Message], fault: str) -> str:
 def failures_of(
     frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
 ) -> Sequence[EngineReply | Nack]:
-    """Return an EngineReply for each request, or a Nack for the command, that a malformed frame
-    names, with the error `fault`.
-
-    Returns nothing if the frame names neither, or has the header of a message that is not in
-    `accepted`.
-    """
+    """Return the error `fault` as an answer to a malformed frame: an EngineReply for each request
+    that the frame names, or a Nack for the command that it names. Returns () if the frame names
+    neither, or has the header of a message that is not in `accepted`."""
     decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
     if decoder is None or decoder.type not in accepted:
         return ()
@@ -204,9 +199,8 @@ def failures_of(
 
 
 def frames_in(frame: bytes) -> Sequence[bytes]:
-    """Return the frames of a Batch; any other frame is returned alone. Raises ProtocolError for an
-    unreadable Batch. `decode` refuses a Batch within a Batch.
-    """
+    """Return the frames of a Batch, or any other frame alone. Raises ProtocolError for an
+    unreadable Batch. `decode` refuses a Batch within a Batch."""
     if len(frame) < 2 or frame[1] != Headers.BATCH:
         return (frame,)
     try:
@@ -218,9 +212,8 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 def batched(
     frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Sequence[tuple[bytes, int]]:
-    """Return the frames to send, each with its number of messages: small frames of `frames` are
-    joined to Batches, others stay as they are. Their order is kept.
-    """
+    """Join small frames to Batches. Returns the frames to send, in order, each with the number of
+    messages in it."""
     if len(frames) == 1:
         return [(frames[0], 1)]
     together: list[tuple[bytes, int]] = []

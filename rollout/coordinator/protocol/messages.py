@@ -1,9 +1,10 @@
-"""The messages of the wire, one msgpack array [header, field, ...] each: docs/protocol.md.
+"""The messages between clients, the coordinator and engines. Each is sent as one msgpack array,
+[header, field, ...]; see docs/protocol.md. Used by all of `rollout.coordinator`.
 
 A request is named by (request_id, attempt) on both links. Between client and coordinator the id is
 the client's and the attempt is 0; between coordinator and engine the id is the coordinator's, and
 each assignment of the request is another attempt. A message forwarded from one link to the other
-changes its name, nothing else. Times are durations in seconds: no clock is shared.
+changes this name, nothing else. Times are durations in seconds, since no clock is shared.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from rollout.wire import (
     check_plain,
 )
 
-# Raised by any change of a header or field. Peers of different versions refuse each other.
+# Increase it with any change of a header or field. Peers of different versions refuse each other.
 PROTOCOL_VERSION = 10
 
 
 class Headers(IntEnum):
-    """The numbers of messages on the wire. Numbers below 70 belong to the public interface."""
+    """The header of each message. Headers below 70 belong to the public interface."""
 
     CONNECT = 0
     CONNECT_ACK = 1
@@ -119,7 +120,7 @@ Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=MAX_SAMPLE
 
 
 def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
-    """Yield the attempts in parts, each as many as a message may name."""
+    """Yield the attempts in parts of at most MAX_ITEMS, as many as one message may name."""
     for start in range(0, len(attempts), MAX_ITEMS):
         yield tuple(attempts[start : start + MAX_ITEMS])
 
@@ -139,7 +140,7 @@ class EngineStatus(WireData, frozen=True, kw_only=True):
 
 
 class WireError(WireData, frozen=True, kw_only=True):
-    """An error as it is sent. type_name: the name of its class, in rollout.errors or elsewhere."""
+    """An error in a message. type_name: the name of its class, in rollout.errors or elsewhere."""
 
     type_name: Name
     message: str | None
@@ -176,7 +177,8 @@ class WireError(WireData, frozen=True, kw_only=True):
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
-    """Client -> coordinator, the first message. client_id: a uuid, kept after a reconnect."""
+    """Client -> coordinator, the first message of a session. client_id: a uuid, the same after a
+    reconnect. name: for log messages."""
 
     protocol_version: Count = PROTOCOL_VERSION
     client_id: Uuid
@@ -186,11 +188,11 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client: the client is accepted.
 
-    state: name of the fleet's state. lease_s: a client that sends nothing for this time has
-    vanished. heartbeat_s: how often to send a heartbeat. answer_grace_s: how long after its
-    deadline a request or command may still be answered. max_requests, max_request_bytes: the most
-    requests of one client, and bytes of them, that may be unfinished or not acknowledged.
-    is_resumed: this client was connected before, and all its requests are still known.
+    state: name of the fleet's state. lease_s: seconds of silence after which the coordinator ends
+    the session. heartbeat_s: seconds between two heartbeats. answer_grace_s: seconds after its
+    deadline in which a request or command may still be answered. max_requests, max_request_bytes:
+    how many requests, and how many bytes of requests, of one client may be unfinished. is_resumed:
+    the client was connected before, and its requests are still known.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -207,12 +209,13 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Register(Message, frozen=True, kw_only=True, tag=73):
-    """Engine -> coordinator, the first message, and again whenever its lease has run out.
+    """Engine -> coordinator, the first message of a session.
 
-    engine_id: a uuid, one for the life of the process. state: name of the engine's state. running:
-    the attempts that the engine holds, including ended ones. prepared_command_id: the id of a
-    Prepare that got the vote yes and no decision; the RegisterAck names the weights to fetch, or a
-    Rollback follows it. settings: the settings that must be equal on all engines, as text by name.
+    engine_id: a uuid, the same for the life of the process. state: name of the engine's state.
+    running: the attempts that the engine holds, including ended ones. prepared_command_id: the id
+    of a Prepare for which the engine has voted yes without a decision yet; the RegisterAck names
+    the weights to fetch, or a Rollback follows it. settings: the settings that must be equal on all
+    engines, as text by name.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -231,12 +234,12 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
     `keep`.
 
-    state: the state to enter before the engine gets work. lease_s: stop stepping when the
-    coordinator sent nothing for this time. heartbeat_s: how often to send a heartbeat.
+    state: the state to enter before the engine gets work. lease_s: seconds after which an engine
+    stops stepping if no heartbeat was answered. heartbeat_s: seconds between two heartbeats.
     report_interval_tokens: most tokens of a request between two reports (Progress). weights: where
-    to fetch `weights_version`; None if the engine serves it. session: the number of this
-    registration, for the engine's Credit. base_weights: the full weights below `weights` if that is
-    an adapter; None if these are the weights that engines start with.
+    to fetch the weights of `weights_version`; None if the engine serves them. session: the number
+    of this registration, for the engine's Credit. base_weights: the full weights below `weights` if
+    that is an adapter; None if these are the weights that engines start with.
     """
 
     coordinator_id: Uuid
@@ -252,26 +255,27 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
-    """Either way. The coordinator answers each one with the same `sequence` and no status; the
-    answer renews the lease from the time when the heartbeat was *sent*. status: engines only."""
+    """In both directions. The coordinator answers each one with the same `sequence` and no status.
+    The answer renews the lease from the time when the heartbeat was *sent*. Its own heartbeats have
+    the sequence 0 and get no answer. status: only an engine's heartbeat has one."""
 
     sequence: Count
     status: EngineStatus | None = None
 
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
-    """Engine -> coordinator: how many requests the engine accepts in total since it registered;
-    the number never falls. Its room is the granted number less the assigned one, whatever messages
-    are on their way. session: the number in its RegisterAck; credit of an earlier session is
-    dropped."""
+    """Engine -> coordinator: how many requests the engine accepts in total since it registered. The
+    number never falls. The engine has room for the granted number minus the assigned number of
+    requests, whatever messages are on their way. session: the number in its RegisterAck; credit of
+    an earlier session is dropped."""
 
     num_granted: Count
     session: Count = 0
 
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):
-    """Either way: the sender leaves, with the reason. is_fault: it failed, perhaps because of
-    `suspects`, the attempts of its failed step; the failure counts against no other requests."""
+    """In both directions: the sender ends the session for `reason`. is_fault: it failed, perhaps
+    because of `suspects`, the attempts of its failed step. The failure counts against no others."""
 
     reason: Name = ""
     is_fault: bool = False
@@ -290,11 +294,11 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 
 
 class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
-    """Client -> coordinator: samples of one prompt, which go to one engine. A repeated request id
-    is not accepted again.
+    """Client -> coordinator: samples of one prompt, which go to one engine. A request id that the
+    coordinator knows already is not accepted again.
 
-    prompt_tokens: int32 [n]. priority: higher first. deadline_s: seconds from arrival. streaming:
-    whether the client gets partial replies.
+    prompt_tokens: int32 [n]. priority: higher first. deadline_s: seconds from arrival; None for no
+    limit. streaming: whether the client gets partial replies.
     """
 
     samples: Samples
@@ -312,7 +316,7 @@ class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
 
 
 class AssignRequest(Message, WithColumns, frozen=True, kw_only=True, tag=75):
-    """Coordinator -> engine: run these samples of one prompt, int32 [n]."""
+    """Coordinator -> engine: run these samples of one prompt. prompt_tokens: int32 [n]."""
 
     samples: Samples
     prompt_tokens: TokenIds
@@ -324,7 +328,7 @@ class AssignRequest(Message, WithColumns, frozen=True, kw_only=True, tag=75):
 
 
 class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
-    """Coordinator -> client: new tokens of a request that it streams."""
+    """Coordinator -> client: new tokens of a streamed request."""
 
     request_id: Count
     tokens: TokenRun
@@ -339,8 +343,8 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """Engine -> coordinator -> client: the end of a request. The sender keeps it until ReplyAck.
 
-    record: packed by `pack_record`; None if `error` is the reason. is_failed: the request's status
-    is FAILED."""
+    record: packed by `pack_record`; None if there is only an `error`. is_failed: whether the
+    request's status is FAILED."""
 
     request_id: Count
     attempt: Count = 0
@@ -354,14 +358,15 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
 
 
 class ReplyAck(Message, frozen=True, kw_only=True, tag=76):
-    """Client -> coordinator -> engine: these replies have arrived; the sender may forget them."""
+    """Client -> coordinator -> engine: the replies of these attempts have arrived. Their sender may
+    drop them."""
 
     attempts: Attempts
 
 
 class AbortRequest(Message, frozen=True, kw_only=True, tag=23):
-    """Client -> coordinator -> engine: abort these. Each is answered by its EngineReply; replies of
-    outdated attempts are dropped."""
+    """Client -> coordinator -> engine: abort these attempts. Each is answered by its EngineReply.
+    Replies of outdated attempts are dropped."""
 
     attempts: Attempts
 
@@ -379,7 +384,7 @@ def _check_names(message: str, samples: Sequence[Sample]) -> None:
 
 
 class Ack(Message, frozen=True, kw_only=True, tag=70):
-    """Command `command_id` is done; after a Prepare it is the vote yes."""
+    """The command `command_id` has run. As the answer to a Prepare: the vote yes."""
 
     command_id: Count
     result: PlainMap | None = None
@@ -389,9 +394,10 @@ class Ack(Message, frozen=True, kw_only=True, tag=70):
 
 
 class Nack(Message, frozen=True, kw_only=True, tag=71):
-    """Command `command_id` is refused or has failed with `error`; after a Prepare: the vote no.
+    """The command `command_id` is refused or has failed with `error`. As the answer to a Prepare:
+    the vote no.
 
-    Without an id: the peer is refused or no longer known, and must connect or register.
+    Without an id: the peer is refused or no longer known, and must connect or register again.
     """
 
     command_id: Count | None
@@ -399,14 +405,14 @@ class Nack(Message, frozen=True, kw_only=True, tag=71):
 
 
 def nack_of(command_id: int | None, error: BaseException) -> Nack:
-    """Return the Nack of a command, or of a peer if the id is None, with this error."""
+    """Return the Nack of a command with this error, or the Nack of a peer if the id is None."""
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
 class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=True, tag=77):
     """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
 
-    version: None means current + 1. in_flight: commit while engines run, between two steps.
+    version: None means the current one + 1. in_flight: commit while engines run, between two steps.
     """
 
     transition = UPDATE_WEIGHTS
@@ -415,7 +421,8 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
     in_flight: bool = False
 
     def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
-        """Return the fleet's version, the bytes of one engine, and the longest times."""
+        """Return one report: the fleet's version, and the most bytes and longest times of any
+        engine."""
         reports = results.by_rank.values()
         return WeightUpdateReport(
             version=results.weights_version,
@@ -438,16 +445,16 @@ class Prepare(Message, frozen=True, kw_only=True, tag=78):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=79):
-    """Coordinator -> engine: all engines have voted yes to `command_id`; serve its weights.
-    Answered by Ack."""
+    """Coordinator -> engine: all engines have voted yes to the Prepare `command_id`; serve its
+    weights. Answered by Ack."""
 
     command_id: Count
     version: Version
 
 
 class Rollback(Message, frozen=True, kw_only=True, tag=80):
-    """Coordinator -> engine: drop the weights that `command_id` has staged. Answered by Ack, even
-    if nothing is staged."""
+    """Coordinator -> engine: drop the weights that the Prepare `command_id` has staged. Answered by
+    Ack, even if nothing is staged."""
 
     command_id: Count
 
@@ -462,7 +469,7 @@ def _with_tags(base: type[Message]) -> Iterator[tuple[Headers, type[Message]]]:
 # Every message; the commands among them are rollout.control.commands.COMMANDS.
 MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(dict(_with_tags(Message)))
 
-# What the coordinator sends a client, and an engine, besides the messages of the session itself.
+# The messages that a link delivers to a client or an engine. It handles the session's messages.
 FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
 FOR_ENGINES: frozenset[type[Message]] = frozenset(
     {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}

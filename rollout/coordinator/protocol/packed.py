@@ -1,4 +1,8 @@
-"""Sampling params and records, packed once; the coordinator forwards them without reading."""
+"""Functions that pack sampling params and records. The coordinator forwards them without reading.
+
+Used by `rollout.coordinator.agent.requests` and, for clients, by
+`rollout.coordinator.client.submission` and `rollout.coordinator.client.pending_requests`.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ _MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 @lru_cache(_MAX_CACHED_PARAMS)
 def pack_params(params: SamplingParams) -> bytes:
-    """Return `params` packed, for a Sample."""
+    """Return `params` packed, for a Sample. Raises ProtocolError if msgpack cannot carry them."""
     return pack(params.serialize())
 
 
 def unpack_params(packed: bytes) -> SamplingParams:
     """Return the params that `pack_params` wrote. Raises ProtocolError if `packed` is malformed,
-    and InvalidRequestError naming a value out of its range."""
+    and InvalidRequestError, which names the value, if one is out of its range."""
     return _cached_params(packed) if len(packed) <= _MAX_CACHED_BYTES else _params_in(packed)
 
 
@@ -56,9 +60,8 @@ class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A segment of a record. fields: the packed map of its plain values. columns: its values per
-    token, as (dtype, bytes). Tensors, top_n and sampling_params have fields of their own.
-    """
+    """One request of a record. fields: the packed map of its plain values. columns: its values per
+    token, as (dtype, bytes). tensors, top_n, sampling_params: the values that are in neither."""
 
     fields: msgspec.Raw
     columns: dict[ArrayField, tuple[ArrayType, bytes]]
@@ -109,11 +112,11 @@ def _packed(
 
 
 def unpack_record(packed: bytes) -> DynamicInferenceRequestRecord:
-    """Return the record that `pack_record` wrote, with the request id of its engine.
+    """Return the record that `pack_record` wrote. Its request id is the one that the engine used.
 
     Its values per token are views of `packed` until they are read as lists. Raises ProtocolError if
-    `packed` is malformed or has too many plain values, and another RolloutError naming an illegal
-    value.
+    `packed` is malformed or has too many plain values, and another RolloutError, which names the
+    value, if one is illegal.
     """
     return _built(_unpacked, packed, "a record")
 
@@ -148,7 +151,8 @@ def _check_size(segments: Sequence[_Segment]) -> None:
 
 
 def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
-    """Return `build(encoded)`. Raises ProtocolError for errors that malformed bytes cause."""
+    """Return `build(encoded)`. Raises a RolloutError unchanged, and ProtocolError, which names
+    `what`, for other errors that malformed bytes cause."""
     try:
         return build(encoded)
     except RolloutError:
@@ -164,9 +168,10 @@ def resumed_record(
     *,
     priority: int,
 ) -> DynamicInferenceRequestRecord:
-    """Return the record of a request with the tokens `sample.resumed`, for `Engine.add_record`.
+    """Return the record of a request that has the tokens `sample.resumed` already, for
+    `Engine.add_record`.
 
-    Values that only its first engine knew, such as the times of its tokens, are missing.
+    Values that only its earlier engine knew, such as the times of its tokens, are missing.
     """
     run = sample.resumed
     assert run is not None

@@ -1,6 +1,8 @@
-"""Routing policies: they choose the data-parallel rank of a request. No socket, clock or thread.
+"""Routing policies, which choose the engine (data-parallel rank) of a request.
 
-Used by Dispatcher. `register_policy` adds a user's own policy.
+Called by `rollout.coordinator.core.dispatcher`. Made by `rollout.coordinator.coordinator`, found by
+name in `rollout.apis.fleet_processes`. Users add their own with `register_policy`. A policy keeps
+its own counts in memory, and uses no socket, clock or thread.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks. Its other methods report events; a subclass may ignore them.
+    """Chooses ranks. Its other methods report events; a subclass need not override them.
 
     Ranks are small integers. `hashes`: compute_block_hashes_batched of the prompt, [] for a prompt
     shorter than a block. The same calls must give the same choices. The coordinator waits for each
@@ -35,24 +37,24 @@ class RoutingPolicy(Protocol):
         are assigned again, and never reported as finished on this rank."""
 
     def cache_dropped(self, rank: int) -> None:
-        """Forget the rank's cached blocks: it serves other weights now, or has released its KV
+        """Drop the rank's cached blocks: it serves other weights now, or has released its KV
         memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """Return one of `ranks`, the ranks with room, for samples of a prompt with these blocks.
-        `num_tokens`: as in `assigned`, summed over the samples."""
+        """Return the rank, one of `ranks`, for samples of a prompt with these blocks. `ranks`: the
+        ranks with room. `num_tokens`: as in `assigned`, summed over the samples."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        """Note a request with these blocks that the rank got. `num_tokens`: the most prompt and new
-        tokens that it can have. Called once per request, even within a group."""
+        """Record that the rank got a request with these blocks. `num_tokens`: the most prompt and
+        new tokens that it can have. Called once per request, even within a group."""
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        """Note the end of a request that the rank got with `num_tokens`: completed, failed or
+        """Record that a request, which the rank got with `num_tokens`, completed, failed or was
         aborted."""
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Chooses each rank in turn, by number. The prefix policies fall back on it."""
+    """Chooses ranks in turn, by number. Prefix policies do so for prompts without a match."""
 
     def __init__(self) -> None:
         self._previous = -1
@@ -65,7 +67,7 @@ class RoundRobinPolicy(RoutingPolicy):
 
 class LongestPrefixPolicy(RoundRobinPolicy):
     """Chooses the rank that was assigned the longest prefix of the prompt; of several ranks, the
-    latest one. If it has no room, chooses ranks in turn.
+    latest one. Chooses ranks in turn if there is no such rank or it has no room.
 
     Remembers at most `max_rows` pairs of block and rank. Load does not matter: requests that share
     only their first block still go to one rank.
@@ -98,7 +100,7 @@ class LongestPrefixPolicy(RoundRobinPolicy):
 
 
 class FirstPrefixBlockPolicy(LongestPrefixPolicy):
-    """The rank that was assigned the prompt's first block last. Remembers first blocks only."""
+    """Chooses the rank that was last assigned the prompt's first block. Keeps first blocks only."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         return super().choose(hashes[:1], ranks, num_tokens)
@@ -108,8 +110,8 @@ class FirstPrefixBlockPolicy(LongestPrefixPolicy):
 
 
 class LoadBalancedPolicy(LongestPrefixPolicy):
-    """Chooses the rank that was assigned the longest prefix of the prompt while its load is
-    bounded; else the rank with the least load: of several, the one assigned last, then the lowest.
+    """Chooses the rank that was assigned the longest prefix of the prompt, unless its load exceeds
+    the bound. Else chooses the rank with the least load; of several, the one assigned last.
 
     The load is the number of outstanding tokens or requests. The prefix's rank may have a load of
     at most `max_imbalance` times the least load plus the load to assign. Prompts that share only a
@@ -178,13 +180,11 @@ _FACTORIES: dict[str, PolicyFactory] = {
 
 
 def register_policy(name: str) -> Callable[[_F], _F]:
-    """Return a decorator that registers a class or factory of a RoutingPolicy under `name`.
-
-    Raises ConfigError if another policy has the name, or if it is empty or has a colon, which marks
-    a path.
-    """
+    """Return a decorator that registers a class or factory of a RoutingPolicy under `name`. Raises
+    ConfigError if another policy has the name, or if the name is empty or has a colon, which marks
+    a path."""
     if not name or ":" in name:
-        raise ConfigError(f"a policy's name must not be empty or have a colon, unlike {name!r}")
+        raise ConfigError(f"the policy name {name!r} must not be empty or have a colon")
 
     def register(factory: _F) -> _F:
         known = _FACTORIES.setdefault(name, factory)
@@ -200,7 +200,8 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
     """Return the factory of the policy with this name or path "package.module:Class".
 
     A name is known only in processes that imported its module. For another process, find the
-    factory here and send it: a class pickles as its module and name. Raises ConfigError.
+    factory here and send it: a class pickles as its module and name. Raises ConfigError for an
+    unknown name.
     """
     name = name.value if isinstance(name, Enum) else name
     module_name, colon, attribute = name.partition(":")
@@ -225,7 +226,9 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
 def make_policy(
     policy: str | PrefixCachingCoordinatorPolicy | PolicyFactory, **options: Any
 ) -> RoutingPolicy:
-    """Make the policy of this name, path or factory with `options`. Raises ConfigError."""
+    """Return a new policy of this name, path or factory. `options`: the factory's keyword
+    arguments. Raises ConfigError if the policy is unknown, takes other options, or lacks a
+    method."""
     factory = find_policy(policy) if isinstance(policy, str) else policy
     try:
         inspect.signature(factory).bind(**options)

@@ -2,7 +2,7 @@
 
 It remembers assignments, not caches: a rank may have evicted a block, or not have computed it yet.
 A wrong row costs a prefill, never a wrong token: an engine finds its blocks by its own keys. Used
-by the prefix policies.
+by `rollout.coordinator.routing.policies`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 # 180 MiB when full. Python then rebuilds the table once per 1.8 million new blocks, in 0.15 s.
 DEFAULT_MAX_ROWS = 1_000_000
 
-# Rows swept per assigned block: above 1, so that dead rows vanish faster than rows are added.
+# Dead rows removed per assigned block, at most: above 1, so that they vanish faster than rows are
+# added.
 SWEEP_RATE = 2
 
 
@@ -25,7 +26,8 @@ class PrefixOwnership:
     takes a few dict operations, whatever the number of rows and ranks (amortized).
 
     A rank's rows belong to its tenure, which ends when the rank leaves or drops its blocks. Rows of
-    ended tenures are dead; they are removed when a lookup finds them or when they are the oldest.
+    ended tenures are dead. They are removed when a lookup finds them, when they are the oldest, or
+    when one block has many of them.
     """
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
@@ -59,7 +61,7 @@ class PrefixOwnership:
         self.add_rank(rank)
 
     def latest_owner(self, block_hash: int) -> int | None:
-        """Return the latest rank that owns this block; None without an owner."""
+        """Return the latest rank that owns this block; None without an owner. Removes dead rows."""
         while (tenure := self._latest.get(block_hash)) is not None:
             rank = self._rank_of_tenure.get(tenure)
             if rank is not None:
@@ -133,8 +135,8 @@ class PrefixOwnership:
         self._num_rows -= len(earlier) - len(living)
 
     def _evict(self, num_swept: int) -> None:
-        """Drop the oldest blocks above the bound, then up to `num_swept` dead rows of the oldest
-        blocks."""
+        """Drop the oldest blocks above the bound, then up to `num_swept` of the oldest rows if they
+        are dead."""
         while self._num_rows > self.max_rows:
             block_hash, _ = self._latest.popitem(last=False)
             self._num_rows -= 1 + len(self._earlier.pop(block_hash, ()))

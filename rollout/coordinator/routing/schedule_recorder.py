@@ -1,4 +1,7 @@
-"""ScheduleRecorder: the routing decisions of a run, as one JSON file. Used by Dispatcher."""
+"""ScheduleRecorder: writes the routing decisions of a run as one JSON file.
+
+Made and closed by `rollout.coordinator.coordinator`; `rollout.coordinator.core.dispatcher` records.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ class ScheduleRecorder:
     """Writes {policy, data_parallel_size, num_requests, records: [{request_id, rank_index,
     num_hashes}]} to `path` when it is closed; until then `path` stays as it was.
 
-    A record is one assignment: a request that was assigned to another rank has two. Raises
-    ConfigError if the folder cannot be written to. A later fault, such as a full disk, is logged,
-    and no file is written.
+    A record is one assignment: a request that was assigned again, to another rank, has two. Raises
+    ConfigError if `path` is a folder or its folder cannot be written to. A later fault, such as a
+    full disk, is logged, and no file is written.
     """
 
     def __init__(self, path: str | Path, policy: str, data_parallel_size: int) -> None:

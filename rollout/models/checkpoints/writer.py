@@ -1,8 +1,8 @@
-"""CheckpointWriter: writes safetensors files as tensors come, with an index. `map_tensors` reads
-one as views.
+"""CheckpointWriter: writes tensors one by one to safetensors files with an index.
 
-Used by the directory transport and by weight files of trainers. ReusableFile keeps a file in memory
-for the next push.
+Used by `rollout.weights.transports.directory` for pushes and by
+`trainer_hooks.weight_sync.weight_files`. The directory transport also writes to ReusableFiles,
+which keep their memory for the next push, and reads a file with `map_tensors`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout.parallel.shared_memory import (
     unlock,
 )
 
-# The header is written last, but stands first; tensors begin at a multiple of 8 bytes.
+# The header is at the start of a file, but is written last. Tensors begin at a multiple of 8 bytes.
 _HEADER_BYTES = (1 << 16) - 8
 _EMPTY_HEADER_BYTES = 64
 _MAX_FILE_BYTES = 4 << 30
@@ -48,29 +48,30 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class CheckpointFile(Protocol):
-    """A new file that is being written."""
+    """A file that CheckpointWriter writes: PlainFile or ReusableFile."""
 
     @property
     def name(self) -> str: ...
 
     def write_at(self, start: int, bytes_N: memoryview) -> None:
-        """Write bytes from byte `start` on. Raises OSError."""
+        """Write the bytes at offset `start`. Raises OSError."""
         ...
 
     def room(self, start: int, num_bytes: int) -> Tensor:
-        """Return memory for these bytes of the file, uint8 [num_bytes]. Raises OSError."""
+        """Return memory mapped to bytes [start, start + num_bytes), uint8. Raises OSError."""
         ...
 
     def end(self, num_bytes: int) -> None:
-        """End writing: the file has this size. Raises OSError."""
+        """End writing a file of this size. Raises OSError."""
         ...
 
 
 class PlainFile:
-    """A CheckpointFile on any file system. It has no `room`."""
+    """A CheckpointFile on any file system. It cannot be mapped: `room` raises
+    NotImplementedError."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file. Raises OSError."""
+        """Create or overwrite the file. Raises OSError."""
         self._file, self.name = FileIO(path, "w"), path.name
 
     def write_at(self, start: int, bytes_N: memoryview) -> None:
@@ -79,17 +80,18 @@ class PlainFile:
             bytes_N = bytes_N[self._file.write(bytes_N) or 0 :]  # at most 2 GiB at once
 
     def room(self, start: int, num_bytes: int) -> Tensor:
-        raise NotImplementedError("it is written by write_at")
+        raise NotImplementedError("a PlainFile is not mapped; call write_at")
 
     def end(self, num_bytes: int) -> None:
         self._file.close()
 
 
 class CheckpointWriter:
-    """Writes safetensors files as tensors come, one in memory at a time. A context manager.
+    """Writes tensors one by one to safetensors files. A context manager, which ends the last file.
 
-    In each file the header has a fixed size and is written last. A new file begins when the header
-    is full, and when the next tensor would not lie at a multiple of its item's size.
+    In each file the header has a fixed size and is written last. A new file begins when the next
+    tensor would exceed `max_file_bytes`, when the header is full, and when the next tensor would
+    not start at a multiple of its item size. Without `write_index` the checkpoint is not valid.
     """
 
     def __init__(
@@ -113,27 +115,28 @@ class CheckpointWriter:
         self._end_file(is_whole=exception[0] is None)
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor of the host.
-
-        Raises OSError, and WeightUpdateError for a dtype that safetensors lacks.
-        """
+        """Append a contiguous CPU tensor. Raises OSError, and WeightUpdateError for a dtype that
+        safetensors files cannot store."""
         file, start = self._begin(name, values)
         bytes_N: Any = values.reshape(-1).view(torch.uint8).numpy()
         file.write_at(start, memoryview(bytes_N))
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Append a tensor, and return the memory that its values must be written to.
+        """Append a tensor like `values`, and return the mapped memory for its values.
 
-        The memory has the shape and dtype of `values`. Raises as `write` does.
+        The caller copies the values there. The memory has the shape and dtype of `values`. Raises
+        as `write` does.
         """
         file, start = self._begin(name, values)
         return file.room(start, values.nbytes).view(values.dtype).view(values.shape)
 
     def _begin(self, name: str, values: Tensor) -> tuple[CheckpointFile, int]:
-        """Return the file of the next tensor, and where the tensor begins in it."""
+        """Add a tensor to the header. Return its file and the tensor's offset in it, in bytes."""
         dtype = DTYPES.get(values.dtype)
         if dtype is None:
-            raise WeightUpdateError(f"{name!r} is {values.dtype}, which safetensors files lack")
+            raise WeightUpdateError(
+                f"{name!r} has dtype {values.dtype}, which safetensors files cannot store; cast it"
+            )
         entry_bytes = len(json.dumps(name)) + 24 * values.dim() + 128
         file = self._file_for(values, entry_bytes)
         start, end = self._num_bytes, self._num_bytes + values.nbytes
@@ -147,7 +150,8 @@ class CheckpointWriter:
         return file, 8 + _HEADER_BYTES + start
 
     def write_index(self, metadata: Mapping[str, str]) -> None:
-        """Write the index, atomically, which makes the checkpoint valid. Raises OSError."""
+        """Write the index atomically, which completes the checkpoint. Call this after the `with`
+        block. Raises OSError."""
         index = {
             "metadata": {"total_size": self._total_bytes, **metadata},
             "weight_map": self._file_names,
@@ -175,7 +179,7 @@ class CheckpointWriter:
         if file is None:
             return
         if is_whole:
-            # transformers refuses a file that does not say for which framework it is.
+            # transformers refuses a file whose metadata names no framework.
             of_file = {"__metadata__": {"format": "pt"}, **self._header}
             header = json.dumps(of_file, separators=(",", ":")).encode()
             size = _HEADER_BYTES.to_bytes(8, "little")
@@ -186,14 +190,14 @@ class CheckpointWriter:
 
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_CAPACITY = 1 << 36  # bytes of a file, of which only those that are used take memory
+_CAPACITY = 1 << 36  # maximum bytes of a file; only the used bytes take memory
 
 
 class ReusableFile:
-    """A CheckpointFile in a file system in memory, which stays mapped and can be written again."""
+    """A CheckpointFile on tmpfs, which stays mapped and can be rewritten while it has no reader."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file, locked for writing. Raises OSError."""
+        """Create the file and lock it for writing. Raises OSError, also if the file exists."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
@@ -207,8 +211,9 @@ class ReusableFile:
     def name(self) -> str:
         return self.path.name
 
-    def reopened(self, path: Path) -> bool:
-        """Move the file to `path` and lock it for writing. Returns False if it has a reader."""
+    def reopen(self, path: Path) -> bool:
+        """Lock the file for writing and move it to `path`. Return False, without a change, if it
+        has a reader. Raises OSError."""
         if not lock_for_writing(self._descriptor):
             return False
         self.move_to(path)
@@ -231,16 +236,16 @@ class ReusableFile:
         unlock(self._descriptor)
 
     def close(self) -> None:
-        """Remove the file. Its readers keep the bytes."""
+        """Delete the file. Processes that have mapped it keep its bytes."""
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, as views of it.
+    """Return the tensors of a safetensors file, as views of the mapped file.
 
-    Where the file system has locks, the file is not overwritten while a view lives. Raises
-    ModelError naming the file.
+    A shared lock, where the file system has locks, keeps a ReusableFile from being rewritten while
+    a view exists. Raises ModelError naming a file that is invalid or being written.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -250,7 +255,7 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
             os.close(descriptor)
             raise
         except OSError:
-            pass  # a file system of other hosts, where no file is overwritten
+            pass  # a network file system without locks, where no file is rewritten
         bytes_N = map_for_reading(descriptor, os.fstat(descriptor).st_size)
         num_header_bytes = int.from_bytes(_bytes_of(bytes_N[:8]), "little")
         data_N = bytes_N[8 + num_header_bytes :]
@@ -265,7 +270,7 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
 def _tensor(data_N: Tensor, entry: Mapping[str, Any]) -> Tensor:
     start, end = entry["data_offsets"]
     if end > len(data_N):
-        raise ValueError(f"it ends before byte {end} of its tensors")
+        raise ValueError(f"the file ends before byte {end} of its tensors")
     return data_N[start:end].view(_BY_NAME[entry["dtype"]]).view(entry["shape"])
 
 

@@ -1,1 +1,1 @@
-"""The model families: one file of values for each. `registry` lists them."""
+"""Model families: one file with a Family of each; `registry` finds them by `model_type`."""

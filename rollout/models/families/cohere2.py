@@ -1,6 +1,5 @@
-"""Cohere 2 (Command R7B, Command A): attention and MLP in parallel after one LayerNorm; RoPE only
-in layers with a sliding window.
-"""
+"""COHERE2, the Family of Cohere 2 (Command R7B, Command A) in `registry`: attention and MLP in
+parallel after one LayerNorm; RoPE only in layers with a sliding window."""
 
 from rollout.models.family import ATTENTION_BIAS, PARALLEL, Family, Key
 from rollout.models.layer_rules import rope_with_window, windows_by_pattern

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and Moonlight: latent attention, MLPs in the first layers, experts in the others."""
+"""DEEPSEEK_V3, the Family of DeepSeek-V3 and Moonlight in `registry`: latent attention, MLPs in the
+first layers, experts in the others."""
 
 from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_after_first
@@ -28,7 +29,7 @@ DEEPSEEK_V3 = Family(
         "v_head_dim": 128,
     },
     fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-    # `qk_head_dim` follows from others; the last three are of training.
+    # `qk_head_dim` follows from other keys; the last three matter in training only.
     ignored=ROUTER_LOSSES | {"qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"},
     moe_layers=experts_after_first,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),

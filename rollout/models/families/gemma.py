@@ -1,4 +1,5 @@
-"""Gemma: norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size)."""
+"""GEMMA, the Family of Gemma models in `registry`: norms multiply by 1 + weight, embeddings are
+multiplied by sqrt(hidden_size). `gemma2` and `gemma3` import GELU_TANH."""
 
 from rollout.models.family import ATTENTION_BIAS, Family
 

@@ -1,7 +1,6 @@
-"""GLM-4.5, 4.6, 4.7: MLPs in the first layers, then experts in groups, beside a shared expert.
-
-The router scores experts by a sigmoid, and adds a correction to choose them.
-"""
+"""GLM4_MOE, the Family of GLM-4.5, 4.6 and 4.7 in `registry`: MLPs in the first layers, experts in
+groups in the others, beside a shared expert. The router scores experts by a sigmoid, and adds a
+correction to choose them."""
 
 from rollout.models.family import GROUPED_EXPERTS, QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_after_first

@@ -1,6 +1,5 @@
-"""The Family of GLM-4.7-Flash, listed in `registry`: DeepSeek-V3's attention, and GLM-4.5's experts
-in all layers but the first, unless the config names the layers.
-"""
+"""GLM4_MOE_LITE, the Family of GLM-4.7-Flash in `registry`: DeepSeek-V3's attention, and GLM-4.5's
+experts in all layers but the first, unless the config names the layers."""
 
 from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_by_type
@@ -34,7 +33,7 @@ GLM4_MOE_LITE = Family(
         "first_k_dense_replace": (1,),
         "partial_rotary_factor": (1.0,),
     },
-    ignored=ROUTER_LOSSES | {"qk_head_dim"},  # which follows from others
+    ignored=ROUTER_LOSSES | {"qk_head_dim"},  # follows from other keys
     moe_layers=experts_by_type,
     mixture=Mixture(scores="sigmoid", has_correction=True, is_router_float32=True),
     has_latent_attention=True,

@@ -1,4 +1,5 @@
-"""Granite 3 (dense): multipliers of embeddings, residual branches, attention scores and logits."""
+"""GRANITE, the Family of Granite 3 (dense) in `registry`: multipliers of embeddings, residual
+branches, attention scores and logits."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family, Key
 

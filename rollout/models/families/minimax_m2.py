@@ -1,6 +1,6 @@
-"""MiniMax-M2: sigmoid router scores with a correction bias, stored beside the router and not in it;
-query and key normed over all heads together; RoPE on a part of each head.
-"""
+"""MINIMAX_M2, the Family of MiniMax-M2 in `registry`: sigmoid router scores with a correction bias,
+stored beside the router and not in it; query and key normed over all heads together; RoPE on a part
+of each head."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ MINIMAX_M2 = Family(
         "use_qk_norm": (True,),
         "use_routing_bias": (True,),
     },
-    # The last three describe heads that predict further tokens.
+    # The last three describe heads for multi-token prediction.
     ignored=ROUTER_LOSSES
     | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode"}
     | {"use_mtp", "num_mtp_modules", "mtp_transformer_layers"},

@@ -1,4 +1,5 @@
-"""Ministral 8B: some layers have a sliding window, the others do not."""
+"""MINISTRAL, the Family of Ministral 8B in `registry`: some layers have a sliding window, the
+others do not."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import windows_by_type

@@ -1,4 +1,5 @@
-"""Mistral 7B, Nemo, Small: a window on every layer, if the config has one."""
+"""MISTRAL, the Family of Mistral 7B, Nemo and Small in `registry`: a window on every layer, if the
+config has one."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

@@ -1,4 +1,5 @@
-"""Mixtral: experts in every layer; router weights sum to 1."""
+"""MIXTRAL, the Family of Mixtral models in `registry`: experts in every layer; router weights sum
+to 1. `minimax_m2` imports its names of weights."""
 
 from rollout.layers.experts import MoeNames
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture

@@ -1,4 +1,5 @@
-"""OLMo 2: norms only after the mixers; query and key normed over all heads together."""
+"""OLMO2, the Family of OLMo 2 in `registry`: norms only after the mixers; query and key normed over
+all heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 

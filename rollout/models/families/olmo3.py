@@ -1,12 +1,10 @@
-"""OLMo 3: as OLMo 2, with one RoPE per layer type and windows, by default on three of four layers.
-
-Used by registry.py.
-"""
+"""OLMO3, the Family of OLMo 3 in `registry`: as OLMo 2, with one RoPE per layer type and windows,
+by default on three of four layers."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 from rollout.models.layer_rules import ropes_by_type, windows_by_type
 
-_THETA = 500_000.0  # of layers whose rope parameters give no rope_theta
+_THETA = 500_000.0  # for layers whose rope parameters give no rope_theta
 OLMO3 = Family(
     name="olmo3",
     title="OLMo 3",

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5, Phi-4, Phi-4-mini: fused projections, partial RoPE, LongRoPE."""
+"""PHI3, the Family of Phi-3, Phi-3.5, Phi-4 and Phi-4-mini in `registry`: fused projections,
+partial RoPE, LongRoPE."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

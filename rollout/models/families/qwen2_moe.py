@@ -1,4 +1,5 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a shared expert with its own gate, besides the chosen experts."""
+"""QWEN2_MOE, the Family of Qwen1.5-MoE and Qwen2-MoE in `registry`: a shared expert with its own
+gate, besides the chosen experts."""
 
 from collections.abc import Mapping
 from typing import Any

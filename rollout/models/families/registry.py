@@ -1,4 +1,6 @@
-"""The families this package can build. A new one is a file beside `llama.py` and a line here."""
+"""Registry of the model families. Used by ModelSpec, CausalLM and `rollout.models.layout`.
+
+To add a family, write a file beside `llama.py` and list its Family here."""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ FAMILIES = MappingProxyType(
 
 
 def find_family(model_type: object) -> Family:
-    """Return the family of a config's `model_type`. Raises ModelError naming the supported ones."""
+    """Return the family of a config's `model_type`. Raises ModelError, which lists the supported
+    families, for any other value."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(sorted(FAMILIES))

@@ -1,4 +1,5 @@
-"""Seed-OSS: `attention_bias` is for query, key and value, `attention_out_bias` for the output."""
+"""SEED_OSS, the Family of Seed-OSS in `registry`: `attention_bias` is for query, key and value,
+`attention_out_bias` for the output."""
 
 from rollout.models.family import MLP_BIAS, QKV_BIAS, Family, Key
 

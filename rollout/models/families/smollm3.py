@@ -1,4 +1,5 @@
-"""SmolLM3: some layers have no rope, by default every fourth."""
+"""SMOLLM3, the Family of SmolLM3 in `registry`: some layers have no RoPE, by default every
+fourth."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 from rollout.models.layer_rules import rope_by_flag, windows_without_rope

@@ -1,6 +1,7 @@
 """Checks of the tensors that a trainer announces, against the tensors that the model has.
 
-Used by WeightTransfer before it receives broadcasts.
+Used by `rollout.serve.control.weight_transfer` before it receives broadcasts, and by
+`rollout.serve.control.process_group` (TensorMetadata). Reads a model's config.json; keeps no state.
 """
 
 from __future__ import annotations
@@ -48,10 +49,8 @@ class TensorMetadata:
 def tensor_metadata(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorMetadata]:
-    """Return the metadata in three equally long lists.
-
-    Raises WeightUpdateError, which names the tensor with an invalid dtype or shape.
-    """
+    """Return the metadata of tensors from equally long lists of names, dtypes and shapes. Raises
+    WeightUpdateError for lists of other lengths, and for a dtype or shape that is not valid."""
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightUpdateError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes were announced; "
@@ -99,11 +98,12 @@ class ModelTensors:
 
     @property
     def max_bytes(self) -> int:
-        """Bytes of tensors of these shapes in the widest dtype."""
+        """Most bytes of an update: all tensors in the widest dtype that may be sent."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _WIDEST_ITEM_BYTES
 
     def check(self, tensor: TensorMetadata) -> None:
-        """Raise WeightUpdateError if the model has no tensor of this name and shape."""
+        """Raise WeightUpdateError if the model has no tensor of this name and shape. Names that
+        updates skip are accepted."""
         if self.table.is_passed_over(tensor.name):
             return
         shape = self.shapes.get(tensor.name)

@@ -1,6 +1,7 @@
 """CheckpointRoots: the directories from which a server may load weights.
 
-Used by WeightTransfer for updates that name a directory.
+Made by `rollout.serve.control.state`, and used by `rollout.serve.control.weight_transfer` for
+updates that name a directory. It reads files and changes none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Handlers and bodies that the control routes of vLLM and SGLang share.
 
-Used by `vllm/control.py` and `sglang/control.py`, which add the paths. A reply holds the keys of
-both protocols; clients ignore the other's.
+Used by `rollout.serve.vllm.control` and `rollout.serve.sglang.control`, which add the paths, and by
+`rollout.serve.app` (info_routes). A reply has the keys of both protocols; clients ignore unknown
+keys. Handlers call WeightTransfer and LiveRequests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from rollout.serve.state import STATE, Route, get_route
 
 
 class VersionBody(Fields, kw_only=True):
-    """POST /update_weight_version. abort_all_requests: SGLang's."""
+    """POST /update_weight_version.
+
+    new_version: label of the version. abort_all_requests: SGLang's field, whether to abort all
+    requests first.
+    """
 
     new_version: str
     abort_all_requests: bool = False
@@ -41,7 +46,7 @@ def info_routes() -> list[Route]:
 
 
 def success(message: str, **fields: Any) -> web.Response:
-    """Return the reply of an operation that was done. vLLM's clients read the status alone."""
+    """Return the reply of an operation that succeeded. vLLM's clients read only the status 200."""
     return json_response({"success": True, "message": message, **fields})
 
 
@@ -55,13 +60,13 @@ async def begin_update(request: web.Request, body: Any) -> web.Response:
 
 
 async def finish_update(request: web.Request, body: FinishBody) -> web.Response:
-    """Let the engines load the tensors of the open round."""
+    """End the open round: the engines load its tensors."""
     report = await request.app[CONTROL].transfer.finish(body.weight_version)
     return success(f"weights version {report.version} is served")
 
 
 async def update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
-    """Begin a version without new weights."""
+    """Begin a weights version, with its label, without new weights."""
     if body.abort_all_requests:
         request.app[STATE].live.abort()
     await request.app[CONTROL].transfer.relabel(body.new_version)
@@ -74,10 +79,8 @@ async def weight_version(request: web.Request, body: Any) -> web.Response:
 
 
 def require_backend(name: str, served: Sequence[str]) -> None:
-    """Raise ApiError unless `name`, a backend of torch.distributed, is one of `served`.
-
-    The status is 400, so that clients do not try again.
-    """
+    """Raise ApiError unless `name`, a backend of torch.distributed, is one of `served`. The status
+    is 400, so that clients do not try again."""
     if name not in served:
         raise ApiError(
             400,
@@ -88,7 +91,7 @@ def require_backend(name: str, served: Sequence[str]) -> None:
 
 
 def port_of(port: int | str) -> int:
-    """Return a port that a client may send as text. Raises ApiError."""
+    """Return a port, which clients may send as text, as a number. Raises ApiError for others."""
     text = str(port)
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 1 <= int(text) < 2**16):
         raise ApiError(
@@ -101,7 +104,8 @@ def port_of(port: int | str) -> int:
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:
-    """Answer with the keys of vLLM and of SGLang. All engines together are one rank."""
+    """Answer with the server's config under the keys of vLLM and of SGLang. All engines together
+    are reported as one rank."""
     state, transfer = request.app[STATE], request.app[CONTROL].transfer
     backend = state.config.weight_transfer_backend
     vllm_config = {

@@ -1,6 +1,7 @@
 """Operations: control operations that run to their end even if their client disconnects.
 
-Used by the application for routes of Access.ADMIN, and by WeightTransfer for commits.
+Made by `rollout.serve.control.state`. Used by `rollout.serve.app` for routes of Access.ADMIN, and
+by `rollout.serve.control.weight_transfer` for commits.
 """
 
 from __future__ import annotations
@@ -15,19 +16,15 @@ _T = TypeVar("_T")
 
 
 class Operations:
-    """The running control operations of a server.
-
-    Each has its own task: a client that disconnects cancels its handler, but never an operation
-    halfway.
-    """
+    """The running control operations of a server, each in a task of its own. A client that
+    disconnects cancels its handler, but not the operation's task."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run `work` in a task and return its result, or raise its error. If the caller is
-        cancelled, the operation continues and its error is logged.
-        """
+        cancelled, the operation continues and its error is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -38,7 +35,7 @@ class Operations:
             raise
 
     async def end(self, timeout_s: float) -> None:
-        """Wait for all operations. Cancel those that run after `timeout_s`."""
+        """Wait for all operations. Cancel those that still run after `timeout_s` seconds."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in self._tasks:

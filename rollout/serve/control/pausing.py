@@ -1,7 +1,9 @@
 """Pausing: pauses, sleeps and memory of the engines of a server.
 
-Used by the control routes, and by WeightTransfer for what follows an update. No other part of the
-server pauses, suspends or resumes the engines.
+Made by `rollout.serve.control.state`. Used by `rollout.serve.vllm.control`,
+`rollout.serve.sglang.control`, `rollout.serve.app`, `rollout.serve.health`,
+`rollout.serve.metrics`, and by WeightTransfer after an update. Nothing else in a server pauses,
+suspends or resumes engines.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from rollout.serve.errors import ApiError
 from rollout.serve.live_requests import LiveRequests, RequestLimiter
 from rollout.serve.llm import ServedLLM
 
-_WHO = "pause"  # closes the limiter under this name
+_REASON = "pause"  # for which the limiter is closed
 
 
 class PauseMode(enum.Enum):
     """The effect of a pause on running requests.
 
-    KEEP: they freeze, and continue with their KV. RETRACT: they freeze, and are prefilled again.
-    ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end.
+    KEEP: they stop, and later continue with their KV. RETRACT: they stop, and are prefilled again
+    later. ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end.
     """
 
     KEEP = "keep"
@@ -38,21 +40,22 @@ class Pausing:
 
     Engines run unless a pause is in force, memory is released, or the weights were discarded and
     not replaced. Each method asks the engines for their state, since other programs may change it.
-    Methods that change it run one at a time, to their end (`Operations`).
+    Methods that change the state run one at a time, and to their end, as `Operations`.
 
-    mode: mode of the pause in force, None without one. is_asleep: whether that pause is a sleep's.
+    mode: mode of the pause in force; None without a pause. is_asleep: whether `sleep` was called in
+    that pause.
     """
 
     def __init__(self, llm: ServedLLM, live: LiveRequests, limiter: RequestLimiter) -> None:
         self._llm, self._live, self._limiter = llm, live, limiter
-        self._lock = asyncio.Lock()  # held by each method
+        self._lock = asyncio.Lock()  # held by each method that changes the engines' state
         self.mode: PauseMode | None = None
         self.is_asleep = False
         self._mode_changed = asyncio.Event()  # replaced by a new event at each change
         # Number of weight updates when the weights were discarded; None: the engines have weights.
         self._discarded_at: int | None = None
 
-    # ---- what the engines do now
+    # ---- the state of the engines
 
     async def is_paused(self) -> bool:
         """Return whether a pause is in force, or the engines do not run for another reason."""
@@ -66,10 +69,8 @@ class Pausing:
         )
 
     async def require_weights(self) -> None:
-        """Raise ApiError 503 if the weights were discarded and not replaced.
-
-        Does nothing in a pause: its requests wait for its end, or the limiter refuses them.
-        """
+        """Raise ApiError 503 if the weights were discarded and not replaced. Does nothing in a
+        pause, in which requests wait, or are refused by the limiter."""
         if self.mode is not None or self._discarded_at is None:
             return
         async with self._lock:
@@ -85,15 +86,14 @@ class Pausing:
 
     async def pause(self, mode: PauseMode, *, refuses_new: bool = False) -> None:
         """Begin a pause, or change the mode of the pause in force. refuses_new: whether new
-        requests are answered with 503 until it ends.
-        """
+        requests are answered with 503 until it ends."""
         if await self._begin_pause(mode, refuses_new):
             async with self._lock:
-                if self.mode is mode:  # else another call came meanwhile
+                if self.mode is mode:  # another call may have changed it
                     await self._stop_for(mode)
 
     async def resume(self) -> None:
-        """End the pause. The engines run unless memory or weights are missing."""
+        """End the pause. The engines run then, unless memory or weights are missing."""
         self._end_pause()
         async with self._lock:
             await self._run()
@@ -101,24 +101,22 @@ class Pausing:
     # ---- memory
 
     async def release(self, resources: Sequence[str]) -> None:
-        """Release memory. Requests lose their KV, and are prefilled again."""
+        """Stop the engines and release memory. Their requests are prefilled again later."""
         _check_resources(resources)
         async with self._lock:
             await self._release(resources)
 
     async def restore(self, resources: Sequence[str]) -> None:
-        """Restore released memory. Once all is restored the engines run again, unless a pause is in
-        force or the weights' values are missing.
-        """
+        """Restore released memory. Once all is restored, the engines run again, unless a pause is
+        in force or the weights' values are missing."""
         _check_resources(resources)
         async with self._lock:
             await self._restore(resources)
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
-        """Drop cached prefixes. Returns False, without an effect, if requests use KV, except with
-        `even_of_running`: then those requests are prefilled again.
-        """
+        """Drop cached prefixes and return True. If requests use KV, return False and drop nothing,
+        unless `even_of_running` is set: then those requests are prefilled again."""
         async with self._lock:
             stats = await self._llm.stats()
             if stats.num_running + stats.num_paused and not even_of_running:
@@ -132,10 +130,10 @@ class Pausing:
     # ---- sleep and wake up
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Pause and refuse requests, unless `mode` is KEEP. Level 1 also releases all memory, with
-        the weights kept on the host; level 2 discards them. Raises ApiError if another call ended
-        the pause before the engines slept.
-        """
+        """Begin a pause that refuses new requests, except in mode KEEP, and release memory. Level 0
+        releases none. Level 1 releases all and keeps the weights on the host. Level 2 discards
+        them. Raises ApiError if another call ended or changed the pause before the engines
+        stopped."""
         is_begun = await self._begin_pause(mode, mode is not PauseMode.KEEP)
         async with self._lock:
             if not is_begun or self.mode is not mode:
@@ -146,7 +144,7 @@ class Pausing:
             self.is_asleep = True
 
     async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
-        """Restore released memory. Once all is restored the pause ends."""
+        """Restore released memory, and end the pause once all of it is restored."""
         _check_resources(resources)
         async with self._lock:
             await self._restore(resources)
@@ -165,22 +163,21 @@ class Pausing:
             finally:
                 await self._run()
 
-    async def weights_came(self) -> None:
-        """Let the engines run again after a full update, which replaces discarded weights."""
+    async def run_after_update(self) -> None:
+        """Let the engines run after a full update, which replaces discarded weights."""
         async with self._lock:
             await self._run()
 
     # ---- beginning and end of a pause
 
     async def _begin_pause(self, mode: PauseMode, refuses_new: bool) -> bool:
-        """Put a pause in force; in mode WAIT, wait until no request runs. Returns False if another
-        call has changed the pause meanwhile.
-        """
+        """Put a pause in force. In mode WAIT, wait until no request runs. Returns False if another
+        call has changed the pause meanwhile."""
         self._set_mode(mode)
         if refuses_new:
-            self._limiter.close(_WHO, f"generation is paused (mode {mode.value})")
+            self._limiter.close(_REASON, f"generation is paused (mode {mode.value})")
         else:
-            self._limiter.open(_WHO)
+            self._limiter.open(_REASON)
         # A resume and another pause of this mode may both come before this call runs again.
         while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
             waits = [self._live.all_ended(), self._mode_changed.wait()]
@@ -195,7 +192,7 @@ class Pausing:
     def _end_pause(self) -> None:
         self.is_asleep = False
         self._set_mode(None)
-        self._limiter.open(_WHO)
+        self._limiter.open(_REASON)
 
     def _set_mode(self, mode: PauseMode | None) -> None:
         """Set the mode of the pause in force. Wakes a call that waits in another mode."""
@@ -220,7 +217,7 @@ class Pausing:
             await self._drop_kv()
 
     async def _run(self) -> None:
-        """Let the engines run, unless paused, released or without weights."""
+        """Let the engines run, unless a pause is in force, or memory or weights are missing."""
         stats = await self._llm.stats()
         is_running = stats.state is EngineState.RUNNING
         if is_running or stats.num_weight_updates != self._discarded_at:
@@ -245,7 +242,7 @@ class Pausing:
             await self._llm.resume(resource)
 
     async def _drop_kv(self) -> None:
-        """Free all KV of stopped engines. Their running requests return to the queue."""
+        """Free all KV of stopped engines. Their running requests are prefilled again later."""
         report = await self._llm.suspend("recompute", (KV_CACHE,))
         if report.released_by_owner[KV_CACHE]:  # else it was released before
             await self._llm.resume(KV_CACHE)

@@ -1,8 +1,9 @@
 """BroadcastGroup: this server's rank in a trainer's torch.distributed group.
 
-Used by WeightTransfer. The trainer is rank 0: it owns the TCPStore and broadcasts tensors, which
-are received as bytes. All engines of the server read one copy in shared memory, so the server is
-one rank.
+Used by `rollout.serve.control.weight_transfer`, and by the vLLM and SGLang routes for Packing. It
+starts a child process for each group. The trainer is rank 0: it owns the TCPStore and broadcasts
+tensors, which are received as bytes. All engines of the server read one copy in shared memory, so
+the server is one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollout.serve.control.announcement import TensorMetadata
 
 _logger = logging.getLogger(__name__)
 _MODULE = "rollout.serve.control.receiver"
-_START_S = 60.0  # time limit of the receiver's start, and of its answer after its own limit
+_START_S = 60.0  # seconds for the receiver's start, and for its answer beyond its own time limit
 # Tensors that are sent as one broadcast, without gaps between them.
 Chunk = Sequence[TensorMetadata]
 # Splits the tensors of a call into broadcasts.
@@ -32,11 +33,11 @@ Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A joined group, in which a child process (`receiver.py`) receives.
+    """A joined group, in which a child process (`receiver.py`) receives broadcasts.
 
-    packing: the trainer's way to split tensors into broadcasts. announced: tensors of the latest
-    call. A broadcast that fails or takes too long ends the group, since its ranks are then out of
-    step; the trainer must make another group.
+    packing: how the trainer splits tensors into broadcasts. announced: tensors of the latest call,
+    set by WeightTransfer. A broadcast that fails or takes too long ends the group, since its ranks
+    then no longer make the same calls. The trainer must make another group.
     """
 
     def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
@@ -63,7 +64,7 @@ class BroadcastGroup:
         return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Receive and drop announced broadcasts, so that ranks stay in step. Returns at once."""
+        """Receive and drop announced broadcasts, so that the group stays usable. Does not wait."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         task = asyncio.ensure_future(self._request(None, sizes, timeout_s))
         self._discarding.add(task)
@@ -79,9 +80,8 @@ class BroadcastGroup:
     async def _request(self, path: str | None, sizes: Sequence[int], timeout_s: float) -> None:
         async with self._lock:
             try:
-                with suppress(
-                    OSError
-                ):  # the receiver has ended; its last answer may be in the pipe
+                # If the receiver has ended, its last answer may still be in the pipe.
+                with suppress(OSError):
                     self._receiver.pipe.send((path, sizes, timeout_s))
                 answer = asyncio.to_thread(self._receiver.pipe.recv)
                 error = await asyncio.wait_for(answer, timeout_s + _START_S)
@@ -106,9 +106,8 @@ async def join_group(
     backend: str,
     timeout_s: float,
 ) -> BroadcastGroup:
-    """Join a group of the backend gloo or nccl. Waits for the group's other ranks; raises
-    WeightUpdateError if one is missing after `timeout_s` seconds.
-    """
+    """Start a receiver, join a group of the backend gloo or nccl, and return it. Waits for the
+    other ranks. Raises WeightUpdateError if one is missing after `timeout_s` seconds."""
     starting = asyncio.ensure_future(asyncio.to_thread(ChildProcess, _MODULE))
     try:
         receiver = await asyncio.shield(starting)
@@ -149,14 +148,13 @@ def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
 
 
 def one_chunk(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
-    """Return the chunk of SGLang's flattened bucket."""
+    """Return all tensors as one chunk, which SGLang calls a flattened bucket."""
     return [tensors]
 
 
 def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> list[Chunk]:
-    """Return the chunks of vLLM's packed broadcasts: each ends with the tensor that makes it larger
-    than the buffer.
-    """
+    """Return the chunks of vLLM's packed broadcasts. Each ends with the tensor that makes it larger
+    than the buffer."""
     chunks: list[list[TensorMetadata]] = []
     num_bytes = buffer_size_bytes + 1
     for tensor in tensors:
@@ -169,7 +167,7 @@ def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> 
 
 
 def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str, Tensor]]:
-    """Return the tensors whose bytes these are, as views of them where the dtype allows it."""
+    """Return the named tensors in `bytes_N`, one after the other: views if aligned, else copies."""
     pairs, start = [], 0
     for tensor in tensors:
         end = start + tensor.num_bytes
@@ -182,7 +180,7 @@ def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str
 
 
 def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
-    """Return the error of a failed request. error: {} if the receiver has ended."""
+    """Return the error of a failed broadcast. error: the receiver's; {} if the receiver ended."""
     reason = str(decode_error(error)) if error else "its receiver has ended"
     return WeightUpdateError(
         f"the broadcasts in the group {name!r} did not arrive ({reason}); the trainer has to make "

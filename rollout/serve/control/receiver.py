@@ -1,8 +1,9 @@
-"""python -m rollout.serve.control.receiver: a rank in a trainer's group, as a child process.
+"""A rank in a trainer's group, as a child process that receives broadcasts into shared memory.
 
-Gloo ends the whole process when a message is longer than the tensor that receives it, which happens
-if a trainer announces other shapes than it sends. It also has no way to end a call that waits. A
-child process can be killed without harm to the server, whose BroadcastGroup starts it.
+`rollout.serve.control.process_group` starts this module as a program. Gloo ends the whole process
+when a message is longer than the tensor that receives it, which happens if a trainer announces
+other shapes than it sends. Gloo also has no way to end a call that waits. A child process can be
+killed without harm to the server.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def receive_broadcasts(
 ) -> None:
     """Join the group, then serve the parent until it closes the pipe.
 
-    Each message is a file, the sizes in bytes of the broadcasts that it gets one after the other
-    (no file: they are dropped), and a time limit in seconds. The answer is None, or the error that
-    ends this process.
+    Each message is (path, sizes, limit): the file that gets the broadcasts one after the other
+    (None drops them), the size of each broadcast in bytes, and a time limit in seconds. The answer
+    is None, or the encoded error that ends this process. None is also sent once the group is
+    joined.
     """
-    distributed: Any = dist  # whose type hints lack this class
+    distributed: Any = dist  # the type hints of dist lack PrefixStore
     store = connect_store(host, port, timeout_s, num_clients=world_size)
-    # Where torch and SGLang's init_custom_process_group keep the addresses of this group's ranks.
+    # torch and SGLang's init_custom_process_group keep the addresses of a group's ranks there.
     own_store = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
     timeout = timedelta(seconds=timeout_s)
     group, device = join_group(backend, own_store, rank, world_size, timeout)
@@ -54,7 +56,7 @@ def receive_broadcasts(
             path, sizes, limit_s = pipe.recv()
             try:
                 _receive(group, device, path, sizes, time.monotonic() + limit_s)
-            except (RuntimeError, OSError) as error:  # the ranks are out of step
+            except (RuntimeError, OSError) as error:  # the ranks no longer make the same calls
                 pipe.send(encode_error(WeightUpdateError(str(error))))
                 return
             pipe.send(None)

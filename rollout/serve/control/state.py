@@ -1,4 +1,8 @@
-"""Control: the objects that the control routes share, from their making to the server's end."""
+"""Control: the objects that the control routes share, from the server's start to its end.
+
+Used by `rollout.serve.app`, which makes and closes it. The control routes, `rollout.serve.health`
+and `rollout.serve.metrics` read it as `request.app[CONTROL]`.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,17 @@ from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.weight_transfer import WeightTransfer
 from rollout.serve.state import ServerState
 
-# How long operations may continue once a server has answered its requests.
+# Seconds that operations may continue once a server has answered its requests.
 _LAST_OPERATIONS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """operations: running control operations. pausing: pauses, sleeps and memory of the engines.
-    transfer: updates of the weights."""
+    """The objects that the control routes share.
+
+    operations: the running control operations. pausing: pauses, suspends and resumes the engines.
+    transfer: updates their weights.
+    """
 
     operations: Operations
     pausing: Pausing
@@ -30,9 +37,8 @@ CONTROL: web.AppKey[Control] = web.AppKey("control", Control)
 
 
 def make_control(state: ServerState) -> Control:
-    """Return the control of a server's engines. Raises ModelError for a model directory without a
-    readable config.json.
-    """
+    """Return the Control of a server's engines. Raises ModelError for a model directory without a
+    readable config.json."""
     config = state.config
     operations = Operations()
     pausing = Pausing(state.llm, state.live, state.limiter)
@@ -48,8 +54,7 @@ def make_control(state: ServerState) -> Control:
 
 
 async def close_control(app: web.Application) -> None:
-    """Leave the trainers' groups, which ends calls that wait for a broadcast, then wait for the
-    running operations.
-    """
+    """Leave the trainers' groups, which ends calls that wait for a broadcast. Then wait for the
+    running operations, and cancel those that take too long."""
     app[CONTROL].transfer.close()
     await app[CONTROL].operations.end(_LAST_OPERATIONS_S)

@@ -1,7 +1,7 @@
 """WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories.
 
-Used by the control routes of vLLM and SGLang. It alone updates the engines' weights and sets the
-labels of their versions.
+Made by `rollout.serve.control.state`, for the control routes of vLLM and SGLang. Nothing else in a
+server updates the engines' weights or sets the labels of their versions.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _MAX_WORLD_SIZE = 2**16
 
 
 class UpdateRound:
-    """Tensors of one update, kept on the host: each is announced once, then received.
+    """Tensors of one update, kept on the host. Each tensor is announced once, then received.
 
-    label: the latest label that came with tensors. The engines check whether all tensors of the
-    model are present; they load all or none.
+    label: the latest label that came with tensors. Whether all tensors of the model are present is
+    checked later, by the engines, which load all or none.
     """
 
     def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
-        """model: None if unknown; then only the engines refuse wrong tensors, at the end."""
+        """Begin without tensors. max_bytes: most bytes of all tensors. model: the model's tensors;
+        None if unknown, so that only the engines refuse wrong tensors, at the end."""
         self._model, self._max_bytes = model, max_bytes
         self.label: str | None = None
         self._num_bytes = 0
         self._tensors: dict[str, Tensor | None] = {}  # None: announced, not yet received
 
     def announce(self, tensors: Sequence[TensorMetadata]) -> None:
-        """Check tensors before they are received. Raises WeightUpdateError, naming the tensor at
-        fault; the round must end then.
-        """
+        """Check and record tensors before they are received. Raises WeightUpdateError, which names
+        the wrong tensor; the caller must end the round then."""
         for tensor in tensors:
             if self._model is not None:
                 self._model.check(tensor)
@@ -59,7 +59,7 @@ class UpdateRound:
             self._tensors[tensor.name] = None
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]], label: str | None) -> None:
-        """Store announced tensors that were received."""
+        """Store received tensors. label: replaces the round's label, unless it is None."""
         self._tensors.update(named_tensors)
         self.label = self.label if label is None else label
 
@@ -75,11 +75,11 @@ class UpdateRound:
 
 
 class WeightTransfer:
-    """Owns the joined groups of trainers, the open round, if there is one, and the commits.
+    """Owns the joined groups of trainers and the open round, and commits updates to the engines.
 
-    A round begins, receives its tensors in any number of calls, and is committed as one update of
-    the engines. Any error ends the round: its tensors are dropped, the engines keep their weights,
-    and another round may begin. A trainer that joins ends the round of the previous trainer.
+    A round is an UpdateRound. It begins, receives its tensors in any number of calls, and is
+    committed as one update. Any error ends the round: its tensors are dropped, the engines keep
+    their weights, and another round may begin. A trainer that joins a group ends an open round.
 
     model: the model's tensors; None if its directory is unknown. loaded_directory: checkpoint that
     was loaded last, at first the model's directory.
@@ -94,7 +94,8 @@ class WeightTransfer:
         roots: CheckpointRoots,
         timeout_s: float,
     ) -> None:
-        """timeout_s: how long joining a group, and the broadcasts of one call, may take."""
+        """Start without groups. timeout_s: most seconds to join a group, and for the broadcasts of
+        one call. Raises ModelError for a model directory without a readable config.json."""
         self._llm, self._labels, self._pausing = llm, labels, pausing
         self._operations = operations
         self._roots, self._timeout_s = roots, timeout_s
@@ -119,12 +120,11 @@ class WeightTransfer:
         packing: Packing,
         backend: str = "gloo",
     ) -> None:
-        """Join a trainer's group, in place of an earlier group of that name. Raises
-        WeightUpdateError at once for an impossible rank or address, and after the time limit if
-        other ranks are missing.
-        """
+        """Join a trainer's group, in place of an earlier group of that name. Ends an open round.
+        Raises WeightUpdateError at once for an impossible rank or address, and after the time limit
+        if other ranks are missing."""
         self.roll_back()
-        await _require_place(host, port, rank, world_size)
+        await _require_rank_and_host(host, port, rank, world_size)
         self.leave(name)
         group = await join_group(
             host=host,
@@ -147,7 +147,7 @@ class WeightTransfer:
         return group is not None
 
     def close(self) -> None:
-        """Leave all groups, and drop the open round."""
+        """Leave all groups and drop the open round."""
         self.roll_back()
         for name in list(self._groups):
             self.leave(name)
@@ -182,12 +182,13 @@ class WeightTransfer:
         packing: Packing | None = None,
         label: str | None = None,
     ) -> None:
-        """Receive tensors that the trainer broadcasts now, and keep them in the open round. Empty
-        lists announce the tensors of the previous call. packing: None takes the group's. label:
-        name of the version that the tensors belong to.
+        """Receive tensors that the trainer broadcasts now, and keep them in the open round.
 
-        A failure ends the round and raises WeightUpdateError, at once for a tensor that does not
-        fit the model. Its broadcasts are received and dropped, so that the group stays usable.
+        names, dtypes, shapes: the tensors in order; empty lists stand for the tensors of the
+        previous call. packing: how they are split into broadcasts; None for the group's way. label:
+        label of the version that the tensors belong to. A failure ends the round and raises
+        WeightUpdateError. A tensor that does not fit the model raises at once; its broadcasts are
+        received and dropped, so that the group stays usable.
         """
         group = self._groups.get(group_name)
         if group is None:
@@ -207,7 +208,7 @@ class WeightTransfer:
             if self._round is not round_:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
             round_.add(pairs, label)
-        except BaseException:  # a caller that disconnects does not send the rest, either
+        except BaseException:  # also if the caller disconnects, since it does not send the rest
             if self._round is round_:
                 self.roll_back()
             raise
@@ -238,10 +239,9 @@ class WeightTransfer:
             self.leave(group.name)
 
     async def finish(self, label: str | None = None) -> WeightUpdateReport:
-        """End the round: the engines load all its tensors. label: the version's label; None for the
-        label that came with the tensors. Raises WeightUpdateError if the tensors do not fit, or no
-        round is open.
-        """
+        """End the round and let the engines load its tensors. label: the version's label; None for
+        the label that came with the tensors. Raises WeightUpdateError if no round is open, a tensor
+        was not received, or the engines refuse them."""
         round_ = _require_open(self._round)
         self.roll_back()
         return await self.commit(round_.tensors(), round_.label if label is None else label)
@@ -254,19 +254,19 @@ class WeightTransfer:
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
-        """Increase the version of the served weights by 1 and name it `label`. Earlier tokens keep
-        their version.
-        """
+        """Increase the version of the served weights by 1 and label it. Earlier tokens keep their
+        version."""
         async with self._commit_lock:
             version = (await self._llm.stats()).weights_version + 1
             self._labels.set(version, label)
             await self._pausing.set_generation_epoch(version)
 
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
-        """Commit the weights of a checkpoint. Raises WeightUpdateError."""
+        """Commit the weights of the checkpoint in `directory`. label: as for `commit`. Raises
+        WeightUpdateError for a directory that may not be read, and if the engines refuse it."""
         checkpoint = await asyncio.to_thread(self._roots.open, directory)
 
-        async def load() -> WeightUpdateReport:  # whole, if the caller is cancelled
+        async def load() -> WeightUpdateReport:  # runs to its end even if the caller is cancelled
             report = await self._commit(checkpoint.items(), label)
             self.loaded_directory = directory
             return report
@@ -275,15 +275,15 @@ class WeightTransfer:
 
     async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
         """Update all engines or none to these weights, as the next version. label: the version's
-        label; None for its number. The update continues when its caller is cancelled.
-        """
+        label; None for its number. The update continues when its caller is cancelled. Raises
+        WeightUpdateError if the engines refuse the weights."""
         return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
         async with self._commit_lock:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
-            # Before the first token of this version, and in place of a failed update's label.
+            # Set before the first token of this version. Replaces the label of a failed update.
             self._labels.set(version, str(version) if label is None else label)
             try:
                 report = await self._llm.update_weights(
@@ -291,15 +291,15 @@ class WeightTransfer:
                 )
             except EngineStateError as error:  # the engines refuse weights in this state
                 raise WeightUpdateError(str(error)) from error
-            await self._pausing.weights_came()
+            await self._pausing.run_after_update()
             return report
 
 
-async def _require_place(host: str, port: int, rank: int, world_size: int) -> None:
-    """Raise WeightUpdateError unless `host` has an address, and `rank` is valid and not 0."""
+async def _require_rank_and_host(host: str, port: int, rank: int, world_size: int) -> None:
+    """Raise WeightUpdateError unless `host` has an address, and `rank` is in [1, world_size)."""
     if not 1 <= rank < world_size <= _MAX_WORLD_SIZE:
         raise WeightUpdateError(
-            f"rank_offset={rank} with world_size={world_size} is no rank of a group; give "
+            f"rank_offset={rank} with world_size={world_size} is not a rank of a group; give "
             "rank_offset in [1, world_size), as the trainer is rank 0, and world_size of at most "
             f"{_MAX_WORLD_SIZE}"
         )

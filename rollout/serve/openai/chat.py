@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: conversations, with tools and thoughts.
 
-Used by the server's application through `chat_routes`. `_job_of` checks a request;
-`reply.send_reply` generates its choices and sends the reply.
+Used by `rollout.serve.app` through `chat_routes`. `_job_of` checks a request; `send_reply`
+generates its choices and sends the reply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout.serve.state import STATE, Route, ServerState
 from rollout.serve.token_texts import TagTokenizer
 from rollout.tool_calls import Reply, ReplyFormat, ReplyReader, format_of
 
-_NUM_LAST = 32  # tokens of a prompt in which it begins a reply
+_NUM_LAST = 32  # last tokens of a prompt, in which markup of the reply may begin
 
 Request = DynamicInferenceRequest
 
@@ -54,7 +54,7 @@ async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(TextJob[ChatBody]):
-    """A conversation to answer.
+    """A checked request: a conversation to answer.
 
     num_top: alternatives reported with each token; None: no log-probs are reported.
     reading: separates calls and thoughts from content; None leaves them in the content.
@@ -149,7 +149,8 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _reasoning(job: _Job, reply: Reply) -> dict[str, str]:
-    """Return the thoughts under vLLM's name and SGLang's; {} without any, or if they are hidden."""
+    """Return the thoughts under vLLM's and SGLang's keys; {} if there are none or they are
+    hidden."""
     if not reply.reasoning or (job.reading is not None and not job.reading.shows_reasoning):
         return {}
     return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
@@ -270,10 +271,9 @@ class _ReplyReading:
 async def _reading_of(
     state: ServerState, body: ChatBody, prompt: Sequence[int]
 ) -> _ReplyReading | None:
-    """Return the reading of replies to `body`; None if there is nothing to separate. Raises
+    """Return what separates the replies to `body`; None if there is no markup to look for. Raises
     ApiError for a tool_choice that would need constrained output, and for a prompt that cannot be
-    decoded.
-    """
+    decoded."""
     tools = _callable_tools(body)
     max_calls = 1 if body.parallel_tool_calls is False else None
     shows_reasoning = body.include_reasoning is not False
@@ -317,6 +317,6 @@ def _callable_tools(body: ChatBody) -> Sequence[Any]:
 
 
 def _continued(body: ChatBody) -> str:
-    """Return the beginning of the reply that the request gives, "" without one."""
+    """Return the last message's text, if the reply continues that message; else ""."""
     content = body.messages[-1].get("content") if body.messages else None
     return content if body.continue_final_message and isinstance(content, str) else ""

@@ -1,6 +1,8 @@
 """ChatTemplate: renders a conversation as text by transformers.
 
-Used by chat and /tokenize, by `rollout generate`, and by Server, which loads the template.
+Used by `rollout.serve.server`, which loads the template, `rollout.serve.openai.model`, which
+renders for chat and /tokenize, `rollout.cli.generate` and `rollout.cli.serve`. It reads template
+files.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class ChatTemplate:
     """The chat templates of a tokenizer, or one template in their place."""
 
     def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
-        """source: template in place of the tokenizer's. Raises ConfigError if transformers is not
-        installed."""
+        """Wrap a tokenizer; None renders without special tokens. source: template in place of the
+        tokenizer's. Raises ConfigError if transformers is not installed."""
         if isinstance(tokenizer, HFTokenizer):
             self._tokenizer = tokenizer.hf_tokenizer
         else:
@@ -58,7 +60,8 @@ class ChatTemplate:
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
     def source_for(self, tools: Sequence[Any] | None, template: str | None = None) -> str:
-        """Return the text of the template for a conversation with `tools`. Raises ApiError."""
+        """Return the text of the template for a conversation with `tools`. template: text or name
+        of another template. Raises ApiError if there is no template for it."""
         try:
             return str(self._tokenizer.get_chat_template(template or self._given, tools or None))
         except ValueError as fault:  # several templates without a default
@@ -74,12 +77,12 @@ class ChatTemplate:
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> RenderedText:
-        """Render a conversation as the tokenizer's `apply_chat_template` does.
+        """Return a conversation as text, as the tokenizer's `apply_chat_template` renders it.
 
         template: text or name of another template. variables: further variables of the template. A
-        null in a message counts as an absent key, arguments of calls may be JSON, and parts of text
-        are joined for a template that reads no parts. Raises ApiError for a conversation that the
-        template refuses.
+        null in a message counts as an absent key, arguments of calls may be JSON text, and parts of
+        content are joined for a template that reads no parts. Raises ApiError for a conversation or
+        variables that cannot be rendered.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
@@ -109,11 +112,9 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplate | None:
-    """Load the chat template of a server. Returns None if there is none.
-
-    given: a file, a text, or the name of a template of the tokenizer; None for the tokenizer's own
-    template. Raises ConfigError for a malformed template.
-    """
+    """Load the chat template of a server. Returns None if there is none. given: a file, a
+    template's text, or the name of a template of the tokenizer; None for the tokenizer's own
+    templates. Raises ConfigError for a malformed template or a file that is absent."""
     own = tokenizer.hf_tokenizer.chat_template if isinstance(tokenizer, HFTokenizer) else None
     named = own if isinstance(own, dict) else {}
     source = given
@@ -132,6 +133,7 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
 
 
 def _check_syntax(source: str) -> None:
+    """Raise ConfigError for a template with a syntax error, and without transformers or jinja2."""
     import jinja2
 
     try:
@@ -147,8 +149,7 @@ def _check_syntax(source: str) -> None:
 @lru_cache(_NUM_CACHED)
 def reads_parts(source: str) -> bool:
     """Return whether a template reads content that is a list of parts. Other templates would write
-    the list itself.
-    """
+    the list itself."""
     try:
         text = _render_probe(source, [{"type": "text", "text": _PROBE}])
     except Exception:  # a template may raise anything

@@ -1,7 +1,7 @@
 """POST /v1/completions: completes prompts of text or token ids, or only scores them.
 
-Used by the server's application through `completion_routes`. `_job_of` checks a request;
-`reply.send_reply` generates its completions and sends the reply.
+Used by `rollout.serve.app` through `completion_routes`. `_job_of` checks a request; `send_reply`
+generates its completions and sends the reply.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
 class _Job(TextJob[CompletionBody]):
     """A checked request of /v1/completions.
 
-    With max_tokens=0 the prompts are only scored: `counts_generated` is False, and the reply leaves
-    out the one token that was generated after each prompt.
+    With max_tokens=0 the prompts are only scored: `counts_generated` is False, and the reply omits
+    the one token that the engine generates after each prompt.
 
     echoed: the text of each prompt, if the body sets `echo`; else empty.
     """
@@ -147,10 +147,9 @@ def _as_list(prompt: PromptField | None) -> list[Any]:
 def _echo(
     state: ServerState, prompt: Sequence[int], text: str | None, *, is_continued: bool
 ) -> str:
-    """Return the text of a prompt: `text`, or its decoded ids if `text` is None.
-
-    With `is_continued`, an incomplete last character is left out: the completion begins with it.
-    """
+    """Return the text of a prompt: `text`, or its decoded ids if `text` is None; "" if there is no
+    tokenizer. is_continued: whether a completion follows, which begins with the last character if
+    that is incomplete, so that it is omitted here."""
     if text is not None or state.llm.tokenizer is None:
         return text or ""
     decoded = state.texts.verbatim.decode(prompt)

@@ -1,7 +1,7 @@
 """Log-probs in the forms of the openai protocol's endpoints.
 
-Each function turns TokenData into the JSON of one endpoint. Used by completions, chat, tokens in
-and out, and for `prompt_logprobs` of all three.
+Used by `rollout.serve.openai` (completions, chat, tokens_in_out and reply). Each function turns
+TokenData into JSON; Texts returns the text of a token id. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ Texts = Callable[[int], str]
 
 
 def _ranks(token_id: int, rank: int | None, top: dict[int, float]) -> dict[int, int]:
-    """Return the rank of each alternative of a row of TokenData.each.
-
-    rank: the token's own rank; None ranks it among the alternatives by log-prob.
-    """
+    """Return the rank of each token of `top`, the alternatives of a row of TokenData.each. rank:
+    the rank of `token_id` itself; None ranks it among the alternatives by log-prob."""
     others = [key for key in top if key != token_id]
     own = rank or 1 + sum(top[key] > top[token_id] for key in others)
     # The others stand in the order of their ranks, which skip the token's own.
@@ -34,8 +32,8 @@ def spelling(texts: Texts, as_token_ids: bool) -> Texts:
 def completion_logprobs(
     data: TokenData, num_top: int, spell: Texts, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion. offsets: start of each token's text in the choice's
-    text."""
+    """Return `logprobs` of a completion. num_top: number of alternatives. spell: writes a token.
+    offsets: start of each token's text in the choice's text."""
     rows = data.each(num_top)
     return {
         "tokens": [spell(token_id) for token_id in data.token_ids],
@@ -46,8 +44,8 @@ def completion_logprobs(
 
 
 def _by_text(top: dict[int, float], spell: Texts) -> dict[str, float]:
-    """Return log-probs by text. Of several tokens with one text, as parts of characters have, the
-    first counts."""
+    """Return log-probs by text. Of several tokens with the same text, such as parts of characters,
+    the first counts."""
     by_text: dict[str, float] = {}
     for token_id, log_prob in top.items():
         by_text.setdefault(spell(token_id), log_prob)
@@ -57,7 +55,8 @@ def _by_text(top: dict[int, float], spell: Texts) -> dict[str, float]:
 def chat_logprobs(
     data: TokenData, num_top: int, spell: Texts, bytes_of: Callable[[int], bytes]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice: one entry for each token."""
+    """Return `logprobs` of a chat choice, with one entry for each token. bytes_of: returns the
+    bytes of a token."""
 
     def entry(token_id: int, log_prob: float | None) -> dict[str, Any]:
         return {
@@ -78,10 +77,8 @@ def chat_logprobs(
 
 
 def token_logprobs(data: TokenData, num_top: int) -> dict[str, Any]:
-    """Return `logprobs` of tokens out, by token id, under the names of old and new clients.
-
-    `top_logprobs` begin with the token itself, so there may be `num_top` + 1 of them.
-    """
+    """Return `logprobs` of /inference/v1/generate, by token id. Entries have keys for old and new
+    clients. `top_logprobs` begin with the token itself, so there may be `num_top` + 1 of them."""
     content = []
     for token_id, log_prob, rank, top in data.each(num_top):
         ranks = _ranks(token_id, rank, top) if top else {}

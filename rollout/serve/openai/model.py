@@ -1,6 +1,7 @@
-"""Routes that describe the served model and use its tokenizer, for clients that have none.
+"""Routes that describe the served model and use its tokenizer, for clients without a tokenizer.
 
-`chat_ids`, which renders and encodes a conversation, is also used by chat.
+Used by `rollout.serve.app` through `model_routes`, and by `rollout.serve.openai.chat`, which
+renders and encodes conversations by `chat_ids`. They change nothing.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
 async def chat_ids(
     state: ServerState, body: ChatBody | TokenizeBody, *, max_tokens: int | None
 ) -> list[int]:
-    """Render a conversation by the chat template and return its ids. max_tokens: see
-    TokenTexts.encode. Raises ApiError.
-    """
+    """Render a conversation by the chat template and return its ids. max_tokens: limit of
+    TokenTexts.encode; None for none. Raises ApiError, also for fields the template does not
+    read."""
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", param="messages")
     if state.template is None and body.chat_template is None:

@@ -1,6 +1,7 @@
 """Replies of the openai protocol: whole or streamed, with usage and provenance.
 
-Used by completions, chat and tokens in and out, each of which has a `Job` of its own.
+Used by `rollout.serve.openai` (completions, chat, tokens_in_out). Each has a subclass of Job, which
+`send_reply` runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rollout.text import Tokenizer
 
 Request = DynamicInferenceRequest
 Body = TypeVar("Body", bound=ReplyFields)
-# Makes the chunks of one choice: called with its new tokens as they come, then with its request.
+# Returns chunks of one choice. Called with each run of new tokens, then with the finished request.
 ChoiceStream = Callable[[TokenRun | Request], list[dict[str, Any]]]
 
 
@@ -40,9 +41,9 @@ ChoiceStream = Callable[[TokenRun | Request], list[dict[str, Any]]]
 class Job(ABC):
     """A checked request and its generation, from which the reply is made.
 
-    head: the fields with which each object of the reply begins.
+    head: fields at the beginning of the reply, or of each of its chunks.
     prompts: token ids of each prompt.
-    counts_generated: whether generated tokens are returned, and so counted in the usage.
+    counts_generated: whether generated tokens are returned and counted in the usage.
     """
 
     state: ServerState
@@ -55,15 +56,15 @@ class Job(ABC):
 
     @abstractmethod
     def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the whole reply of finished requests, without head and usage."""
+        """Return the reply with all finished requests, without head and usage."""
 
     @abstractmethod
     def choice_stream(self, index: int) -> ChoiceStream:
-        """Return the maker of the chunks of one choice."""
+        """Return a function that makes the chunks of the choice `index`."""
 
 
 async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
-    """Generate, and answer with the whole reply or with a stream of its chunks."""
+    """Generate the job's samples, and answer with the whole reply or with a stream of chunks."""
     if job.is_streamed:
         return await _stream(request, job)
     requests = await job.generation.results()
@@ -73,8 +74,7 @@ async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
 
 async def _stream(request: web.Request, job: Job) -> web.StreamResponse:
     """Send the chunks of all choices as they come, each with the head, then the usage, if the
-    client asked for it. With `continuous_usage_stats` each chunk has its choice's usage so far.
-    """
+    client asked for it. With `continuous_usage_stats` each chunk has its choice's usage so far."""
     streams: dict[int, ChoiceStream] = {}
     ended: dict[int, Request] = {}
     num_generated: defaultdict[int, int] = defaultdict(int)
@@ -146,12 +146,12 @@ def _usage(num_prompt: int, num_generated: int) -> dict[str, Any]:
 
 
 def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-    """Return the version under which the request entered, and columns of the first `num_tokens`
-    generated tokens (None: of all).
+    """Return `weights_version`, the version under which the request entered, and lists with a value
+    for each of the first `num_tokens` generated tokens (None: all of them).
 
-    policy_staleness, kv_cache_staleness: versions by which the token's weights, and its KV, were
-    behind when the request ended. context_kv_version_min: oldest version in the KV that the token
-    attended to.
+    policy_staleness, kv_cache_staleness: number of versions by which the token's weights, and its
+    KV, were behind when the request ended. context_kv_version_min: oldest version in the KV that
+    the token attended to.
     """
     start = len(request.prompt_tokens)
     policy, kv = request.policy_staleness, request.kv_cache_staleness
@@ -172,7 +172,8 @@ def new_id(prefix: str, given: str | None) -> str:
 
 
 def priority_of(given: int | None) -> int:
-    """Return the engine's priority. As in vLLM, a client's lower number goes first."""
+    """Return the engine's priority for a client's. As in vLLM, a client's lower number goes
+    first."""
     return -(given or 0)
 
 
@@ -189,10 +190,8 @@ def check_stream(
 
 
 def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = False) -> int | None:
-    """Return max_tokens under either of its names, None if absent. Raises ApiError below `least`.
-
-    names_echo: whether the error names `echo`, with which 0 is legal.
-    """
+    """Return max_tokens under either of its names; None if absent. Raises ApiError below `least`.
+    names_echo: whether the error says that 0 is legal with `echo`."""
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if given is not None and given < least:
         or_echo = ", or 0 with echo" if names_echo and least else ""
@@ -289,7 +288,7 @@ class TextJob(Job, Generic[Body]):
         )
 
     def streamed_text(self, choice: int) -> StreamedText | None:
-        """Return a decoder that turns the tokens of a choice into text as they come."""
+        """Return a StreamedText for the tokens of a choice; None without a tokenizer."""
         return streamed_text(
             self.state,
             self.params,
@@ -299,15 +298,15 @@ class TextJob(Job, Generic[Body]):
         )
 
     def prompt_logprobs_of(self, request: Request) -> list[Any] | None:
-        """Return `prompt_logprobs` of a request, None if the client did not ask for them."""
+        """Return `prompt_logprobs` of a request; None if the client did not ask for them."""
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return None
         return prompt_logprobs(of_prompt(request), num_top, self.state.texts.of)
 
     def ending(self, request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return the reason why a choice ended and, if the client asked for them, the weights
-        versions and the provenance of its first `num_tokens` tokens (None: of all)."""
+        """Return the reason why a choice ended. If the client asked for them, add the weights
+        versions and the provenance of its first `num_tokens` tokens (None: all of them)."""
         ending: dict[str, Any] = {
             "finish_reason": request.finish_reason,
             "stop_reason": request.stop_reason,

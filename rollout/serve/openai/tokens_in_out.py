@@ -1,7 +1,7 @@
 """POST /inference/v1/generate: token ids in, token ids out.
 
-Used by the server's application through `generate_routes`. `_job_of` checks a request;
-`reply.send_reply` generates its tokens and sends the reply.
+Used by `rollout.serve.app` through `generate_routes`. `_job_of` checks a request; `send_reply`
+generates its tokens and sends the reply. POST /inference/v1/abort_requests aborts by name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(Job):
-    """A prompt to continue."""
+    """A checked request: a prompt to continue."""
 
     body: GenerateBody
 

@@ -1,7 +1,7 @@
 """Snapshots of a fleet for display: state, counts and rates of each engine.
 
-Used by the page's event stream (FleetFeed) and by `rollout top` (FleetView). They only read the
-engines' counters.
+Used by `rollout.serve.server`, which makes a FleetFeed for `rollout.serve.page.routes`, and by
+`rollout.cli.top` (FleetView). They only read the engines' counters.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _RATES = {
 class FleetSnapshot:
     """A fleet at one moment.
 
-    time: seconds since 1970. engines: one mapping for each, by rank: "rank", "state",
-    "weights_version", counts, and rates since the previous snapshot. refused: number of connections
-    and peers that the coordinator has refused, by reason.
+    time: seconds since 1970. engines: for each engine its "rank", "state", "weights_version",
+    counts, and rates since the previous snapshot. refused: number of connections and peers that the
+    coordinator has refused, by reason.
     """
 
     time: float
@@ -48,18 +48,18 @@ class FleetSnapshot:
     refused: dict[str, int] = field(default_factory=dict)
 
     def total(self, name: str) -> float:
-        """Return the sum of a count or rate over the engines."""
+        """Return the sum of the count or rate `name` over the engines."""
         return float(sum(engine[name] for engine in self.engines))
 
 
 class FleetView:
-    """Makes snapshots of a fleet's counters. Keeps the previous counters, for rates."""
+    """Makes snapshots of a fleet. It keeps the counters of the previous one, to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, EngineStats]] = {}
 
     def snapshot(self, fleet: FleetStats, now: float | None = None) -> FleetSnapshot:
-        """Return a snapshot. now: monotonic seconds, for rates."""
+        """Return a snapshot of these counters. now: time in monotonic seconds; None for now."""
         now = time.monotonic() if now is None else now
         engines = [self._engine(rank, stats, now) for rank, stats in fleet.engines.items()]
         self._before = {rank: (now, stats) for rank, stats in fleet.engines.items()}
@@ -91,10 +91,10 @@ class FleetView:
 
 
 class FleetFeed:
-    """Polls the engines' counters once a second while a page is open, once for all pages. A slow
+    """Reads the engines' counters once a second while a page is open, for all pages at once. A slow
     page misses snapshots.
 
-    num_watchers: open pages.
+    num_watchers: number of running `snapshots` iterations, one for each open page.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
@@ -124,7 +124,7 @@ class FleetFeed:
                 self._polling = None
 
     def close(self) -> None:
-        """End all iterations of `snapshots`."""
+        """End all iterations of `snapshots`, also later ones."""
         self._is_closed = True
         self._is_new.set()
 

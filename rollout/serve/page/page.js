@@ -1,4 +1,4 @@
-// Reads /events and draws what comes. It sends nothing but the key.
+// Reads the event stream /events and draws it. It sends nothing but the key.
 "use strict";
 
 const MAX_SAMPLES = 1000, NUM_RATES = 120, RETRY_MS = 2000, KEY = "rollout-key";
@@ -6,8 +6,8 @@ const byId = (id) => document.getElementById(id);
 const number = (value) => Math.round(value).toLocaleString("en-US");
 const samples = []; // {data, element}, newest first
 const rates = [];
-let started = null; // when the server was started whose samples these are
-let nextSerial = 0; // of the first sample that is not here
+let started = null; // start time of the server that sent the samples
+let nextSerial = 0; // serial of the first sample that has not arrived
 
 function element(tag, className, text) {
   const made = document.createElement(tag);

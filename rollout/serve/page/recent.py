@@ -1,7 +1,7 @@
 """RecentSamples: the latest finished samples of a server, and their form on the page.
 
-LiveRequests adds the samples of a request when the request is over. The page's event stream reads
-them.
+Made by `rollout.serve.server`. LiveRequests adds the samples of a request when the request is over;
+`rollout.serve.page.routes` reads them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _MAX_SHOWN_PROMPT_TOKENS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A finished sample. serial: its number among all finished samples of the server, from 0. time:
-    when its request was over, in seconds since 1970."""
+    """A finished sample.
+
+    serial: its number among all finished samples of the server, from 0. time: end of its request,
+    in seconds since 1970. num_tokens: tokens of its prompt and output.
+    """
 
     serial: int
     time: float
@@ -38,7 +41,7 @@ class Sample:
 class RecentSamples:
     """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens, and drops the oldest first.
 
-    num_added: number of samples added since the server's start. The next sample has it as serial.
+    num_added: number of samples added since the server's start, which is the next sample's serial.
     """
 
     def __init__(self) -> None:
@@ -47,8 +50,8 @@ class RecentSamples:
         self.num_added = 0
 
     def add_ended(self, futures: Iterable[RequestFuture]) -> None:
-        """Keep the records of the futures that have one. `shown_sample` turns records into text
-        only when a page asks."""
+        """Add the records of the futures that have one, and drop the oldest samples over the
+        limits. Records become text only when a page asks, in `shown_sample`."""
         for future in futures:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 continue
@@ -74,11 +77,11 @@ class RecentSamples:
 
 
 def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return a sample as JSON for the page: the end of its prompt, its first tokens, each with
-    log-prob, weights version and KV staleness, and the number of all tokens by staleness.
+    """Return a sample as JSON for the page. text_of: returns the text of a token.
 
-    Staleness is relative to the version at which the sample ended. "log_probs" is None unless the
-    request asked for log-probs.
+    It has the end of the prompt, the first generated tokens with their log-probs, weights versions
+    and KV staleness, and the number of all generated tokens by staleness. Staleness is relative to
+    the version at which the sample ended. "log_probs" is None unless the request asked for them.
     """
     request = sample.record.merge()
     num_prompt = len(request.prompt_tokens)

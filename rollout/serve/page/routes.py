@@ -1,6 +1,6 @@
 """The page at `/`: three static files, and a stream of server-sent events.
 
-Used by the server's application through `page_routes`. `rollout top` reads the stream, too.
+Used by `rollout.serve.app` through `page_routes`. Browsers and `rollout.cli.top` read the stream.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _POLICY = (
 
 
 def page_routes() -> list[Route]:
-    """Return the routes. The files hold no data and need no key; /events does."""
+    """Return the routes. The files hold no data and need no key; /events needs the inference
+    key."""
     static = [
         Route(method="GET", path=path, handler=_file(*found), access=Access.OPEN)
         for path, found in _FILES.items()
@@ -59,10 +60,8 @@ def _file(name: str, content_type: str) -> Handler:
 
 
 async def _events(request: web.Request, body: Any) -> web.StreamResponse:
-    """Send `fleet` events once a second, and `samples` events with newly finished samples.
-
-    `samples` in the query: most samples at the start and with each snapshot; 0 for none.
-    """
+    """Send `fleet` events once a second, and `samples` events with newly finished samples. The
+    query's `samples` is the most samples that are sent with each `fleet` event; 0 sends none."""
     state = request.app[STATE]
     limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})

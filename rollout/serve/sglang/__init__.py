@@ -1,1 +1,1 @@
-"""SGLang's routes for trainers, and its /generate."""
+"""SGLang's routes for trainers, and its /generate. Used by `rollout.serve.app`."""

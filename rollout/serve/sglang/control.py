@@ -1,6 +1,6 @@
 """SGLang's control routes: aborts, pauses, memory, weight updates and information.
 
-Used by rollout.serve.app, through `sglang_routes`. The handlers hold no state: they call Pausing,
+Used by `rollout.serve.app` through `sglang_routes`. The handlers hold no state: they call Pausing,
 WeightTransfer and LiveRequests.
 """
 
@@ -137,7 +137,7 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return SGLang's control routes: all of its routes but /generate."""
+    """Return SGLang's routes, except /generate and /server_info."""
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
     resume = "End a pause; let the engines load the tensors that came in it"
@@ -190,7 +190,7 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
     """Commit the tensors that arrived during the pause as one update, then end the pause. If the
-    engines refuse the update, the pause continues."""
+    engines refuse the update, its error is answered and the pause continues."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -215,8 +215,8 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return the resources named by `tags`, all if there are none. "cuda_graph" is skipped:
-    captured graphs have no memory of their own here."""
+    """Return the resources that `tags` name; all resources if there are no tags. "cuda_graph" is
+    skipped, since captured graphs have no memory of their own here."""
     return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
@@ -253,9 +253,8 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """Receive tensors. During a pause the first call begins an update, which `_continue` commits:
-    SGLang's clients announce only the end of the pause.
-    """
+    """Receive tensors. During a pause the first call begins a round, which `_continue` commits,
+    because SGLang's clients mark the end of an update only by the end of the pause."""
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
         control.transfer.leave(body.group_name)  # the size of the broadcasts is unknown

@@ -1,7 +1,7 @@
 """POST /generate of SGLang: prompts in, tokens with log-probs at the sampling temperature out.
 
-Used by rollout.serve.app, through `generate_routes`. It checks the request, runs its Generations,
-which submit it to the LLM, and writes the reply or the events.
+Used by `rollout.serve.app` through `generate_routes`. It checks the request, submits its samples to
+the LLM through Generation, and writes the reply or the events.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def generate_routes() -> list[Route]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A checked request, and its generations. The lists after `generations` have an entry for each
+    """A checked request, and its generations. The lists from `prompts` on have an entry for each
     sample.
 
     is_list: whether the reply is a list.
-    rids: request ids of the client.
+    rids: the client's names of the requests.
     only_scores: whether the client wants only prompt log-probs (max_new_tokens=0). The engine makes
     one token all the same, which is dropped.
     start_len: first prompt position whose log-prob is returned; -1 returns none.
@@ -270,7 +270,7 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
-    """Return the meta_info of a sample in progress; `_reply` completes it."""
+    """Return the meta_info of a sample with the tokens `data`; `_reply` completes it at the end."""
     meta: dict[str, Any] = {
         "id": job.rids[index],
         "finish_reason": None,
@@ -334,8 +334,8 @@ def _version_at_end(state: ServerState, request: Request) -> str:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    """Send an event for each new run of tokens, with the sample's whole text, ids and log-probs so
-    far."""
+    """Send an event for each new run of tokens. As in SGLang, each event has all of the sample's
+    text, ids and log-probs so far."""
     (generation,) = job.generations
     stall_s = job.state.config.stalled_stream_timeout_s
     so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]

@@ -1,4 +1,7 @@
-"""The body of SGLang's POST /generate, decoded by the application and read by `generate.py`."""
+"""The body of SGLang's POST /generate.
+
+`rollout.serve.app` decodes it, `rollout.serve.sglang.generate` reads it.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,9 @@ FlatRows = Annotated[Any, refused("log-probs come as rows of [log-prob, id, text
 
 
 class SglangSampling(Fields, kw_only=True):
-    """`sampling_params` of GenerateBody, under SGLang's names. max_new_tokens: null: as many as
-    fit into the context.
+    """`sampling_params` of GenerateBody, under SGLang's names.
+
+    max_new_tokens: most generated tokens; null for as many as fit into the context.
     """
 
     max_new_tokens: int | None = 128
@@ -76,8 +80,11 @@ class SglangSampling(Fields, kw_only=True):
 
 
 class GenerateBody(Fields, kw_only=True):
-    """POST /generate, with one prompt or a list of them. Of a list, `sampling_params` and `rid` may
-    have one entry for each prompt. extra_key: a second cache_salt. priority: higher goes first.
+    """POST /generate, with one prompt or a list of prompts. For a list, `sampling_params` and `rid`
+    may be lists with one entry for each prompt.
+
+    rid: name of the request, for aborts. extra_key: a second cache_salt. priority: higher goes
+    first.
     """
 
     input_ids: list[int | list[int]] | None = None

@@ -1,6 +1,7 @@
 """vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories.
 
-`vllm_routes` is used by the application. Handlers call Pausing, WeightTransfer and LiveRequests.
+Used by `rollout.serve.app` through `vllm_routes`. The handlers hold no state: they call Pausing,
+WeightTransfer and LiveRequests.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rollout.serve.fields import Fields, neutral, refused
 from rollout.serve.llm import ServedLLM
 from rollout.serve.state import STATE, Route, admin_route, get_route
 
-# vLLM has one group, without a name; ours is found in the trainer's store under this one.
+# vLLM has one group, without a name. Our trainers' store has its addresses under this name.
 GROUP = "weight_transfer"
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MODES = {mode.value: mode for mode in (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)}
@@ -53,7 +54,11 @@ class VllmAbortBody(Fields, kw_only=True):
 
 
 class InitInfo(Fields, kw_only=True):
-    """How to join the trainer's group. backend: ours; None for the server's."""
+    """How to join the trainer's group, as vLLM's clients send it.
+
+    backend: our own field, a backend of torch.distributed; None for weight_transfer_backend of the
+    server.
+    """
 
     master_address: str = ""
     master_port: int | str = 0
@@ -72,7 +77,7 @@ class InitBody(Fields, kw_only=True):
 
 
 class UpdateInfo(Fields, kw_only=True):
-    """Tensors that are broadcast now. packed: sent here by older trainers."""
+    """Tensors that are broadcast now. packed: as in InitInfo; older trainers send it here."""
 
     names: list[str] = msgspec.field(default_factory=list)
     dtype_names: list[str] = msgspec.field(default_factory=list)
@@ -101,7 +106,7 @@ class CheckerBody(Fields, kw_only=True):
 
 
 class ResetBody(Fields, kw_only=True):
-    """SkyRL sends vLLM's query in the body."""
+    """Fields of ResetQuery, which SkyRL sends in the body."""
 
     reset_running_requests: bool = False
 
@@ -135,7 +140,7 @@ class WorldSizeQuery(Fields, kw_only=True):
 
 
 def vllm_routes() -> list[Route]:
-    """Return the routes of the protocol."""
+    """Return vLLM's control routes."""
     join = "Join the trainer's group"
     load = "Receive tensors that are broadcast, or load a directory"
     finish = "Let the engines load the received tensors"
@@ -210,7 +215,7 @@ async def _sleep(request: web.Request, body: Any) -> web.Response:
 async def _wake_up(request: web.Request, body: Any) -> web.Response:
     pausing = request.app[CONTROL].pausing
     tags = request.query.getall("tags", [])
-    # The tag of a sleep of level 0, which releases nothing.
+    # "scheduling" is the tag of a sleep of level 0, which releases nothing.
     await pausing.wake_up([tag for tag in tags if tag != "scheduling"] if tags else RESOURCES)
     status = "sleeping" if await pausing.is_sleeping() else "awake"
     return json_response({"status": status, "tags": tags or None})
@@ -259,10 +264,8 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
 
 
 async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
-    """Return the checksum of each weight by name, asking the engines page by page.
-
-    Raises ApiError if engines differ, if there is no engine, or if an update came meanwhile.
-    """
+    """Return the checksum of each weight by name, asking the engines page by page. Raises ApiError
+    if engines differ, if there is no engine, or if the weights change meanwhile."""
     found: dict[str, str] = {}
     versions: set[int] = set()
     num_weights = 1
@@ -333,7 +336,7 @@ def _mode(request: web.Request) -> PauseMode:
 
 
 def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
-    """Return a boolean of the query. Raises ApiError."""
+    """Return a boolean of the query, or `default` without it. Raises ApiError for other text."""
     text = request.query.get(name)
     if text is None:
         return default

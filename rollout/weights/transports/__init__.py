@@ -1,1 +1,1 @@
-"""Weight transports: how the tensors of a push travel from a trainer to the engines of a fleet."""
+"""Weight transports: ways to send the tensors of a push from a trainer to a fleet's engines."""

@@ -1,9 +1,9 @@
-"""WeightTransport: the trainer's side of a push; KeptTransport: transports that keep the weights.
+"""WeightTransport: the trainer's side of a push; KeptTransport: a base of transports that keep it.
 
-A push: `publish` reads the tensors and returns the source from which engines fetch them. The
-coordinator asks the engines to stage them. `send` runs meanwhile, for transports whose tensors
-travel only then. All engines stage and vote. Then `commit`, or `roll_back` if one of them refused.
-Called by WeightPush.
+In a push, `publish` returns the source from which engines fetch the tensors. The coordinator asks
+the engines to stage them. `send` runs meanwhile, for transports that send tensors only then. When
+all engines have voted, `commit` follows, or `roll_back` if one of them refused. WeightPush
+(`rollout.apis.weight_push`) calls these methods. LLM and AsyncLLM accept a WeightTransport.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rollout.weights.update import NamedTensors
 
 
 class WeightTransport(Protocol):
-    """Owns what engines fetch from: the committed weights, and the weights of a running push.
+    """Publishes weights to engines. Owns the committed weights and the weights of a running push.
 
-    One push at a time. `publish` and `send` block until the tensors are read, so threads call them.
-    `roll_back` may be called while `send` runs, and ends it.
+    There is one push at a time. `publish` and `send` block while tensors are read, so they are
+    called in threads. `roll_back` may be called while `send` runs, and ends it.
     """
 
     @property
     def kind(self) -> str:
-        """The `kind` of its sources, which says how engines fetch."""
+        """The `kind` of its WeightsSources, by which engines choose how to fetch."""
         ...
 
     @property
@@ -33,32 +33,32 @@ class WeightTransport(Protocol):
         ...
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Begin a push: the next calls are `send`, then `commit` or `roll_back`.
+        """Begin a push and return its source. The next calls are `send`, then `commit` or
+        `roll_back`.
 
         The tensors are read once, by `publish` or `send`, and must not change until the push has
-        ended. Of an adapter only A and B travel: each engine merges them. Raises WeightUpdateError
-        naming a tensor that cannot be read, or that has NaN or infinity where that is refused, and
-        if there is no room. The committed weights stay.
+        ended. Only A and B of an adapter are sent: each engine merges them. Raises
+        WeightUpdateError for a tensor that cannot be read, for NaN or infinity if they are refused,
+        and if memory is lacking. The committed weights are kept.
         """
         ...
 
     def send(self, source: WeightsSource) -> None:
         """Send the published tensors to the engines that were asked to stage them.
 
-        No-op where engines fetch by themselves. Raises WeightUpdateError, also if `roll_back` ends
-        it.
+        No-op if engines fetch them from memory or files. Returns early if `roll_back` is called.
+        Raises WeightUpdateError if a tensor cannot be read or sent.
         """
         ...
 
     def commit(self) -> None:
-        """Keep the published weights for engines that come later, and release the earlier ones.
-
-        No-op if nothing is published.
-        """
+        """Make the published weights the committed ones, and release weights that nobody needs.
+        No-op if nothing is published."""
         ...
 
     def roll_back(self) -> None:
-        """Release the published weights, which were refused. No-op if nothing is published."""
+        """Release the published weights, after engines refused them. No-op if nothing is
+        published."""
         ...
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class WeightTransport(Protocol):
 
 
 class Published(Protocol):
-    """Weights that engines can fetch."""
+    """Published weights of a KeptTransport. `source` says where engines fetch them."""
 
     @property
     def source(self) -> WeightsSource: ...
@@ -77,18 +77,18 @@ P = TypeVar("P", bound=Published)
 
 
 class KeptTransport(Generic[P]):
-    """A WeightTransport, except `kind` and `publish`, of weights that engines fetch by themselves.
+    """A WeightTransport without `kind` and `publish`, whose weights stay for engines to fetch.
 
-    It keeps the last committed weights, and the weights of a running push. The weights that an
-    adapter or a delta builds on are kept, too, until other weights are committed that build on
-    nothing: engines that come late need them.
+    It keeps the last committed weights and the weights of a running push. It also keeps the weights
+    on which a committed adapter or delta builds, because engines that join later need them. They
+    are released when weights are committed that build on nothing.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
-        """`release` is called once for all weights that are no longer needed."""
+        """`release` is called once with the weights of each push that are no longer needed."""
         self._release = release
         self._committed: P | None = None
-        self._below: list[P] = []  # what the committed weights build on
+        self._below: list[P] = []  # the weights on which the committed ones build
         self._pending: P | None = None
 
     @property
@@ -97,16 +97,17 @@ class KeptTransport(Generic[P]):
         return None if self._committed is None else self._committed.source
 
     def _begin(self, published: P) -> WeightsSource:
-        """Keep the weights of a new push, which must be the only one. Returns their source."""
+        """Keep the weights of a new push and return their source. No other push may be running."""
         assert self._pending is None
         self._pending = published
         return published.source
 
     def send(self, source: WeightsSource) -> None:
-        """No-op: engines fetch by themselves."""
+        """No-op: engines fetch the weights from where `publish` put them."""
 
     def commit(self) -> None:
-        """Keep the weights of the running push, and release what they do not build on."""
+        """Make the weights of the running push the committed ones, and release those on which they
+        do not build. No-op without a running push."""
         if self._pending is None:
             return
         before, self._committed, self._pending = self._committed, self._pending, None
@@ -120,7 +121,7 @@ class KeptTransport(Generic[P]):
             self._release_if_any(before)
 
     def roll_back(self) -> None:
-        """Release the weights of the running push."""
+        """Release the weights of the running push, if there is one."""
         pending, self._pending = self._pending, None
         self._release_if_any(pending)
 

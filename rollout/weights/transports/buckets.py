@@ -1,12 +1,12 @@
-"""Buckets: the bytes of tensors, sent through one buffer, each bucket announced by a header.
+"""Buckets: tensors' bytes sent through one buffer, each bucket announced by a header.
 
 A sender copies tensors into its buffer and sends the buffer when it is full. The bytes of one
 tensor in one bucket are a chunk. A receiver creates each tensor at its first chunk, and copies the
 chunks of each bucket into the tensors. Each header has the hash of its bucket's bytes, and both
 ends hash all headers, so that one checksum verifies the whole push.
 
-A `BucketPath` carries a bucket to the members of a group: by a broadcast, or in shared memory,
-whose members report in a store what they have read. Used by the collective transport.
+A BucketPath delivers buckets to the members of a group: Broadcasts by torch.distributed,
+SharedBucket through shared memory. Used by `rollout.weights.transports.collective`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from rollout.errors import WeightUpdateError
 from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 
 SHARED_PLACES = (HOST, DEVICE)
-_ITEM = 8  # bytes that are hashed at once
+_ITEM = 8  # a bucket's size is a multiple of this many bytes
 _POLL_S = 0.001
-_JOIN_S = 60.0  # all members have arrived already and only connect
+_JOIN_S = 60.0  # time limit for members to connect; all have arrived before
 
 
 # ---- tensors to buckets and back
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [start, start + num_bytes) of one tensor. A bucket's chunks lie one after the other."""
+    """Bytes [start, start + num_bytes) of one tensor. A bucket has its chunks in sequence."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BucketHeader(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Announces a bucket. num_bytes: a multiple of 8. hash: of the bucket's bytes."""
+    """Announces a bucket of `num_bytes` bytes, a multiple of 8. `hash` is the hash of its bytes."""
 
     chunks: tuple[Chunk, ...]
     num_bytes: int
@@ -63,7 +63,8 @@ class BucketHeader(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class PushEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Follows the last bucket. checksum: of all headers. fault: why the push ended early, or ""."""
+    """Ends a push, after `num_buckets` buckets. `checksum` is the checksum of all headers, and
+    `fault` says why the push ended early; "" if it is complete."""
 
     num_buckets: int
     checksum: str
@@ -71,10 +72,11 @@ class PushEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class BucketWriter:
-    """Packs tensors into a buffer. Calls `send` with each header and bucket, uint8 [num_bytes]."""
+    """Packs tensors into a buffer, and sends the buffer when it is full."""
 
     def __init__(self, buffer_N: Tensor, send: Callable[[bytes, Tensor], None]) -> None:
-        """`buffer_N`: uint8, a multiple of 8 bytes."""
+        """`buffer_N` is uint8, with a multiple of 8 bytes. `send` is called with each encoded
+        header and its bucket, uint8 [num_bytes], and returns when the buffer may be reused."""
         self._buffer_N, self._send = buffer_N, send
         self._fingerprint = fingerprint_on(buffer_N.device)
         self._chunks: list[Chunk] = []
@@ -82,7 +84,8 @@ class BucketWriter:
         self._end = self._num_buckets = 0
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor. Raises what `send` raises."""
+        """Append a contiguous tensor, and send the buckets that it fills. Raises what `send`
+        raises."""
         bytes_N = values.reshape(-1).view(torch.uint8)
         dtype, shape = str(values.dtype).removeprefix("torch."), tuple(values.shape)
         start = 0
@@ -97,7 +100,7 @@ class BucketWriter:
                 return
 
     def end(self) -> PushEnd:
-        """Send the last bucket, if any. Returns the message that ends the push."""
+        """Send the last bucket, if it is not empty. Return the message that ends the push."""
         if self._chunks:
             self._flush()
         return PushEnd(self._num_buckets, self._digest.hexdigest())
@@ -115,10 +118,10 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Makes tensors from the buckets as they arrive.
+    """Creates tensors on a device from the buckets that arrive.
 
-    After a fault it still reads the remaining buckets, so that sender and receivers stay in step,
-    but it ignores their bytes. `finish` raises the fault.
+    After a fault it still accepts the remaining buckets, so that sender and receivers stay in step,
+    but ignores their bytes. `finish` raises the fault.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -130,7 +133,7 @@ class BucketReader:
         self._fault: str = ""
 
     def read(self, encoded: bytes, header: BucketHeader, bucket_N: Tensor) -> None:
-        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded`: its header as received."""
+        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded` is the undecoded header."""
         self._digest.update(encoded)
         self._num_buckets += 1
         if not self._fault and _hash(self._fingerprint, bucket_N) != header.hash:
@@ -143,7 +146,7 @@ class BucketReader:
             start = end
 
     def _copy(self, chunk: Chunk, bytes_N: Tensor) -> str:
-        """Copy a chunk into its tensor. Returns the chunk's fault, or ""."""
+        """Copy a chunk into its tensor. Return why it cannot be copied, or ""."""
         first, tensor = self._tensors.get(chunk.name) or (chunk, None)
         if tensor is None:
             dtype = getattr(torch, chunk.dtype, None)
@@ -163,7 +166,8 @@ class BucketReader:
         return ""
 
     def finish(self, end: PushEnd) -> dict[str, Tensor]:
-        """Return the tensors. Raises WeightUpdateError unless the whole push has arrived."""
+        """Return the tensors by name. Raises WeightUpdateError for a fault, or if the push is
+        incomplete."""
         if end.fault:
             raise WeightUpdateError(f"the sender ended the push: {end.fault}")
         fault, checksum = self._fault, self._digest.hexdigest()
@@ -181,7 +185,8 @@ class BucketReader:
 
 
 def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
-    """Hash the bytes of a bucket. As float32 they are hashed fastest, and by their bits."""
+    """Return the hash of a bucket's bytes. It takes them as float32, which is fastest and hashes
+    their bits."""
     return int(fingerprint(bucket_N.view(torch.float32), torch.float32)[0])
 
 
@@ -189,9 +194,10 @@ def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
 
 
 class BucketPath(Protocol):
-    """Carries buckets from a sender to the members of a group. Each of them has one end of it.
+    """Delivers buckets from a sender to the members of a group. The sender calls `buffer` and
+    `send`, and members call `receive` and `taken`.
 
-    Its errors, RuntimeError and OSError, end the group.
+    Methods raise RuntimeError and OSError, after which the group cannot be used.
     """
 
     @property
@@ -199,7 +205,7 @@ class BucketPath(Protocol):
 
     @property
     def address(self) -> str:
-        """Address at which members open their end; "" if they need none."""
+        """Address of the sender's buffer, which members open; "" if they need none."""
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:
@@ -207,58 +213,56 @@ class BucketPath(Protocol):
         ...
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Send the filled buffer. Returns when it may be filled again.
-
-        `key`: the bucket's key in the store. `check` may be called meanwhile, and may raise.
-        """
+        """Send the filled buffer, and return when it may be filled again. `key` is the bucket's key
+        in the store. `check` may be called meanwhile, and may raise."""
         ...
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
-        """Return the bucket, uint8 [num_bytes], valid until `taken`."""
+        """Return the next bucket, uint8 [num_bytes], which is valid until `taken` is called."""
         ...
 
     def taken(self, key: str) -> None:
-        """Report that this member has read the bucket."""
+        """Report to the sender that this member has copied the bucket with this key."""
         ...
 
     def close(self) -> None: ...
 
 
 class Broadcasts:
-    """`BucketPath` through a group of torch.distributed. Rank 0 is the sender."""
+    """`BucketPath` by broadcasts of a torch.distributed group. Rank 0 is the sender."""
 
     address = ""
 
     def __init__(
         self, store: Any, name: str, backend: str, rank: int, size: int, own_host: str
     ) -> None:
-        """Join the group and wait for all ranks. Other ranks reach this one at `own_host`."""
-        distributed: Any = dist  # whose type hints lack this class
+        """Join the group `name` and wait for all ranks. Others reach this one at `own_host`."""
+        distributed: Any = dist  # its type hints lack PrefixStore
         own_store, timeout = distributed.PrefixStore(f"{name}/", store), timedelta(seconds=_JOIN_S)
         self._group, self.device = join_group(backend, own_store, rank, size, timeout, own_host)
         self._buffer_N: Tensor | None = None
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the first `num_bytes` of the buffer. Creates a larger one if needed."""
+        """Return the first `num_bytes` of the buffer. Allocate a larger one if needed."""
         if self._buffer_N is None or len(self._buffer_N) < num_bytes:
             self._buffer_N = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Broadcast the bucket. Does not use `key` and `check`."""
+        """Broadcast the bucket. `key` and `check` are not used."""
         self._broadcast(bucket_N, timeout_s)
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
-        """Join the broadcast."""
+        """Join the broadcast and return the bucket."""
         bucket_N = self.buffer(num_bytes)
         self._broadcast(bucket_N, timeout_s)
         return bucket_N
 
     def taken(self, key: str) -> None:
-        """No-op: the broadcast has copied the bucket here."""
+        """No-op: the broadcast has copied the bucket to this member's buffer."""
 
     def close(self) -> None:
-        """No-op: the group ends with its last reference."""
+        """No-op: the group is freed with its last reference."""
 
     def _broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
         options = dist.BroadcastOptions()
@@ -268,13 +272,11 @@ class Broadcasts:
 
 
 class SharedBucket:
-    """`BucketPath` through the sender's buffer, which all members map.
-
-    Each member reports in the store when it has read a bucket.
-    """
+    """`BucketPath` through the sender's buffer, which all members map. Members count in the store
+    how many of them have copied a bucket."""
 
     def __init__(self, store: Any, place: str, num_bytes: int, num_members: int) -> None:
-        """Create the sender's end."""
+        """Create the sender's end, with a buffer at `place`: HOST or DEVICE."""
         self._store, self._num_members = store, num_members
         self._shared: SharedBuffer | None = create_shared_buffer(place, num_bytes)
         self._bytes_N = self._shared.bytes_N
@@ -298,7 +300,8 @@ class SharedBucket:
         return self._bytes_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Wait until all members have read the bucket. Raises RuntimeError at the timeout."""
+        """Wait until all members have copied the bucket, which is in the buffer already. Raises
+        RuntimeError at the timeout."""
         deadline = time.monotonic() + timeout_s
         while (num_taken := int(self._store.add(f"{key}/taken", 0))) < self._num_members:
             check()
@@ -314,14 +317,14 @@ class SharedBucket:
         return self._bytes_N[:num_bytes]
 
     def taken(self, key: str) -> None:
-        """Wait for the copies out of the buffer, and report that this member has read it."""
+        """Wait until the copies out of the buffer have ended, then count this member."""
         if self.device.type != "cpu":
-            # Not the whole device: that would break a step that another thread is capturing.
+            # Not the whole device: that would break a graph capture in another thread.
             torch.accelerator.current_stream(self.device).synchronize()
         self._store.add(f"{key}/taken", 1)
 
     def close(self) -> None:
-        """Close the sender's end, after which no member can open it. No-op for a member's end."""
+        """Close the sender's buffer: no further member can open it. No-op for a member's end."""
         if self._shared is not None:
             close_shared_buffer(self._shared)
             self._shared = None

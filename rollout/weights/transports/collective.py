@@ -1,7 +1,8 @@
 """CollectiveTransport and CollectiveReceiver: a trainer sends to all engines at once, in one group.
 
-One bucket of bytes travels at a time, through one buffer that stays. Nothing is kept: an engine
-that comes after a push gets no work until the next one, in which it takes part.
+Buckets of bytes are sent one at a time through one buffer, which is reused. The weights are not
+kept: an engine that joins the fleet later gets no requests until the next push. Used by
+`rollout.weights.transports.registry`; CollectiveTransport also carries deltas.
 """
 
 from __future__ import annotations
@@ -43,11 +44,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Push:
-    """A push of the sender.
-
-    number: of the transport's pushes, from 1. num_announced: buckets announced so far.
-    is_rolled_back: whether the engines have given it up.
-    """
+    """A push of the sender. number: number of this push of the transport, from 1. num_announced:
+    buckets announced so far. is_rolled_back: whether `roll_back` was called."""
 
     number: int
     id: str
@@ -61,31 +59,32 @@ class _RolledBackError(WeightUpdateError):
     """The push was rolled back while it was sent."""
 
 
-# ---- the rendezvous of a push, in a torch store of the sender
+# ---- the rendezvous of a push, in the sender's TCPStore
 #
-# For each push an engine writes that it has arrived, and the name of the group that it still has.
-# Once as many engines have arrived as the coordinator asked, the sender writes the plan: the group,
-# and each engine's rank in it. While the same engines come with the same group, the group stays.
+# For each push an engine writes an Arrival, with the name of the group that it still has. When as
+# many engines have arrived as the coordinator asked to stage, the sender writes the GroupPlan: the
+# group, and each engine's rank in it. If the same engines arrive with the same group, it is reused.
 # The id of a push begins with its number, so that an engine that comes late sees that it is over.
 
 OVER = "over"  # key of the number of the last push whose other keys were removed
-_POLL_S = 0.002, 0.02  # the first pause and the longest one
+_POLL_S = 0.002, 0.02  # the first and the longest pause between two looks
 T = TypeVar("T")
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that has arrived at a push. group: name of the group that it has, "" for none."""
+    """Message of an engine that takes part in a push. `group` is the name of the group to which it
+    still belongs, "" for none."""
 
     engine: str
     group: str
 
 
 class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
-    """The group of a push.
+    """Message of the sender with the group of a push.
 
-    engines: ids of ranks 1, 2, ...; the sender is rank 0. backend: of torch.distributed, or the
-    place of a SharedBucket, whose `address` engines open. stall_s: how long one bucket may take
-    once it is announced. fault: why there is no group, "" if there is.
+    engines: ids of ranks 1, 2, ...; the sender is rank 0. backend: a backend of torch.distributed,
+    or the place of a SharedBucket, whose `address` engines open. stall_s: how long one bucket may
+    take after its announcement. fault: why there is no group; "" if there is one.
     """
 
     group: str
@@ -98,10 +97,8 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
-    """Return the value of `key` once it is in the store.
-
-    `check` is called meanwhile, and may raise. Raises RuntimeError if the store has closed.
-    """
+    """Wait until `key` is in the store, and return its value. `check` is called meanwhile, and may
+    raise. Raises RuntimeError if the store is closed."""
     pause_s, longest_s = _POLL_S
     while not store.check([key]):
         check()
@@ -111,12 +108,12 @@ def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
 
 
 def put(store: Any, key: str, value: Any) -> None:
-    """Write a message to the store. Raises RuntimeError if the store has closed."""
+    """Encode `value` and write it to the store. Raises RuntimeError if the store is closed."""
     store.set(key, msgspec.msgpack.encode(value))
 
 
 def read(encoded: bytes, kind: type[T]) -> T:
-    """Decode a message. Raises msgspec.MsgspecError."""
+    """Decode a message of type `kind`. Raises msgspec.MsgspecError if it is malformed."""
     return msgspec.msgpack.decode(encoded, type=kind)
 
 
@@ -126,8 +123,8 @@ def read(encoded: bytes, kind: type[T]) -> T:
 class CollectiveTransport:
     """A WeightTransport: `send` forms the group and broadcasts the tensors as it reads them.
 
-    Groups of torch.distributed have no passwords: a program that reaches `host` can read the
-    weights, so the network must be closed to others.
+    It listens at `host`, and keeps the group for the next push. Groups of torch.distributed have no
+    passwords: any program that reaches `host` can read the weights, so the network must be private.
     """
 
     kind = "collective"
@@ -142,9 +139,9 @@ class CollectiveTransport:
         reject_non_finite: bool = True,
     ) -> None:
         """host: an address of this machine that the engines reach. backend: gloo or nccl.
-        stall_timeout_s: how long one bucket may take; a member that is slower ends the push.
+        stall_timeout_s: how long one bucket may take; a slower member ends the push.
 
-        Raises ConfigError if nothing can listen at `host`.
+        Raises ConfigError for an invalid `bucket_bytes`, or if it cannot listen at `host`.
         """
         if bucket_bytes < 8 or bucket_bytes % 8:
             raise ConfigError(f"bucket_bytes={bucket_bytes} must be a multiple of 8, above 0")
@@ -168,9 +165,11 @@ class CollectiveTransport:
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
-        """Return where the engines join the push; `send` reads the tensors. See WeightTransport.
+        """Return a source with the address at which engines join the push. `send` reads the
+        tensors.
 
-        `builds_on`: as in a WeightsSource, for a DeltaTransport.
+        `builds_on` is a field of the WeightsSource, given by a DeltaTransport. Raises
+        WeightUpdateError for an adapter that cannot be sent.
         """
         self.roll_back()
         self._num_pushes += 1
@@ -190,14 +189,14 @@ class CollectiveTransport:
     def send(self, source: WeightsSource) -> None:
         """Form the group with the engines that arrive, and send the tensors.
 
-        Raises WeightUpdateError naming the tensor that could not be read, or if an engine
-        disconnects or takes too long.
+        Returns early if the push is rolled back. Raises WeightUpdateError if a tensor cannot be
+        read, or if an engine disconnects or takes too long.
         """
         push = self._push
         assert push is not None, "it was published"
         assert push.source is source, "and nothing after it"
         with self._sending:
-            self._forget(self._old)
+            self._remove_keys(self._old)
             self._old = push
             try:
                 self._form_group(push)
@@ -212,31 +211,32 @@ class CollectiveTransport:
             self._end(push, end)
 
     def commit(self) -> None:
-        """Record that the engines serve the weights. Nothing is kept here."""
+        """Record the source as committed. The weights themselves are not kept."""
         if self._push is not None:
             self.committed, self._push = self._push.source, None
 
     def roll_back(self) -> None:
-        """End the push: `send` returns when the bucket in flight has come, or has failed."""
+        """End the push: `send` returns when the bucket in flight has arrived or failed."""
         push, self._push = self._push, None
         if push is not None:
             push.is_rolled_back = True
 
     def close(self) -> None:
-        """Leave the group. A second call does nothing."""
+        """End a running push, leave the group and close the store. A second call does nothing."""
         self.roll_back()
         with self._sending:
             self._leave()
             self._store = self.committed = None
 
-    # One push, in the thread of `send`.
+    # ---- one push, in the thread of `send`
 
     def _check(self, push: _Push) -> None:
         if push.is_rolled_back or self._store is None:
             raise _RolledBackError("the push was rolled back")
 
     def _form_group(self, push: _Push) -> None:
-        """Wait for the engines. Form their group unless they have it from the push before."""
+        """Wait for the engines. Form their group, unless all have it from the push before. Raises
+        WeightUpdateError."""
         store, key = self._store, push.id
         try:
             count = int(wait_for(store, f"{key}/members", lambda: self._check(push)))
@@ -256,7 +256,7 @@ class CollectiveTransport:
                 put(store, f"{key}/plan", self._plan(self._group, engines, self._path.address))
         except (RuntimeError, OSError, MemoryError, msgspec.MsgspecError) as error:
             self._leave()
-            raise WeightUpdateError(f"no group with the engines came about: {error}") from error
+            raise WeightUpdateError(f"cannot form a group with the engines: {error}") from error
 
     def _join(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
         """Publish the plan of a new group, and join it."""
@@ -302,7 +302,7 @@ class CollectiveTransport:
         return writer.end()
 
     def _end(self, push: _Push, end: PushEnd) -> None:
-        """Send the end of the push to the engines, wherever they wait."""
+        """Send the end of the push to the engines, which wait for a plan or for a bucket."""
         store: Any = self._store
         if store is None:
             return
@@ -313,11 +313,9 @@ class CollectiveTransport:
         except RuntimeError as error:
             _logger.warning("the end of a push cannot be sent to the engines: %s", error)
 
-    def _forget(self, push: _Push | None) -> None:
-        """Remove the keys of an earlier push from the store.
-
-        An engine that was disconnected may still wait for the end of that push: it reads OVER.
-        """
+    def _remove_keys(self, push: _Push | None) -> None:
+        """Remove the keys of an earlier push from the store; no-op for None. An engine that was
+        disconnected may still wait for that push. It sees the end in OVER."""
         if push is None:
             return
         put(self._store, OVER, push.number)
@@ -332,9 +330,8 @@ class CollectiveTransport:
 class CudaIpcTransport(CollectiveTransport):
     """A CollectiveTransport without broadcasts: engines of this machine read the trainer's GPU.
 
-    Members map the sender's one bucket through CUDA IPC and copy from it. The sender fills it again
-    when all have done so. With `place` "host" the bucket is in shared host memory, for engines on
-    a CPU.
+    Engines map the sender's bucket through CUDA IPC and copy from it. The sender refills it when
+    all have done so. With `place` "host" the bucket is in shared host memory, for engines on CPUs.
     """
 
     kind = "cuda_ipc"
@@ -347,10 +344,8 @@ class CudaIpcTransport(CollectiveTransport):
         stall_timeout_s: float = STALL_S,
         reject_non_finite: bool = True,
     ) -> None:
-        """stall_timeout_s: how long the engines may take to read one bucket.
-
-        Raises ConfigError for an unknown place.
-        """
+        """place: "cuda" or "host". stall_timeout_s: how long the engines may take to read one
+        bucket. Raises ConfigError for an unknown place or an invalid `bucket_bytes`."""
         require_place(place)
         super().__init__(
             backend=place,
@@ -364,10 +359,10 @@ class CudaIpcTransport(CollectiveTransport):
 
 
 class CollectiveReceiver:
-    """Takes part in pushes, one at a time. Its group and its buffer stay from one to the next."""
+    """Receives pushes for one engine, one at a time. Keeps its group and buffer between pushes."""
 
     def __init__(self, connect_timeout_s: float = _CONNECT_S) -> None:
-        """connect_timeout_s: how long the sender may take to answer."""
+        """connect_timeout_s: how long the sender's store may take to answer."""
         self._connect_s = connect_timeout_s
         self._id = uuid.uuid4().hex
         self._receiving = threading.Lock()
@@ -377,10 +372,10 @@ class CollectiveReceiver:
         self._group = ""  # its name
 
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
-        """Return the tensors of a push that is being sent, in memory of their own.
+        """Receive a push that is being sent, and return its tensors in new memory.
 
-        Raises WeightUpdateError with the sender's reason, or with what happened to the sender, if
-        the push does not come whole, and if it is over already.
+        Raises WeightUpdateError if the sender ends the push, with its reason, if the sender
+        disconnects, if the push is incomplete, and if it is over already.
         """
         if not source.num_members:
             raise WeightUpdateError(
@@ -393,8 +388,8 @@ class CollectiveReceiver:
                 self._store = self._path = None
                 self._group = ""
                 raise WeightUpdateError(
-                    f"the broadcasts from {source.address.partition(' ')[0]} ended: {error}; is "
-                    "the trainer alive?"
+                    f"the broadcasts from {source.address.partition(' ')[0]} ended: {error}; check "
+                    "that the trainer is running"
                 ) from error
 
     def _receive(self, source: WeightsSource) -> dict[str, Tensor]:
@@ -425,10 +420,10 @@ class CollectiveReceiver:
             number += 1
 
     def _wait_for(self, push_id: str, key: str) -> bytes:
-        """Return the value of the push's key.
+        """Wait for a key of the push and return its value.
 
-        The sender ends every push there, and its own end closes the store. But this engine may have
-        been disconnected until the push was over, and its keys were removed.
+        The sender writes the end of every push, and its exit closes the store. But if this engine
+        was disconnected, the push may be over and its keys removed: raises WeightUpdateError then.
         """
         store, number = self._store, int(push_id.partition("-")[0])
 
@@ -439,7 +434,8 @@ class CollectiveReceiver:
         return wait_for(store, f"{push_id}/{key}", check)
 
     def _joined(self, plan: GroupPlan) -> BucketPath:
-        """Return this engine's end of the path in the group of a push, which it joins if needed."""
+        """Return this engine's end of the path in the plan's group. Join the group if needed.
+        Raises WeightUpdateError if the plan does not list this engine."""
         if self._path is not None and self._group == plan.group:
             return self._path
         self._path, self._group = None, ""

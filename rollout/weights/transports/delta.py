@@ -1,9 +1,9 @@
 """DeltaTransport: pushes only the values that have changed since the push before.
 
 A push becomes a link of a chain, which another transport carries. The first link has all tensors.
-Each later link has the elements whose bits have changed since the link before. A description comes
-last, as one more tensor, with the checksums of the tensors before and after the link. WeightMirror
-applies the links at an engine.
+Each later link has the elements whose bits have changed since the link before. Its last tensor is a
+description, with the checksums of the weights before and after the link. WeightMirror applies the
+links at an engine. Used by `rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rollout.weights.update import Fingerprint, NamedTensors, checksum_of, strea
 
 INDEX, VALUE, DESCRIPTION = "#index", "#value", "#delta"
 WHOLE_EVERY = 16
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an item
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size in bytes
 
 
 class LinkDescription(msgspec.Struct, frozen=True):
     """Description of a link in a chain of deltas.
 
-    builds_on: checksum of the tensors that the link changes, "" for the first link. result:
-    checksum of the tensors after it. removed: names of tensors that are gone. parent: address and
-    checksum of the link before, where links are kept.
+    builds_on: checksum of the tensors before the link, "" for the first link. result: checksum of
+    the tensors after the link. removed: names of tensors that the link removes. parent: address and
+    tensors' checksum of the link before, if the carrier keeps links; else None.
     """
 
     builds_on: str
@@ -49,18 +49,20 @@ class LinkDescription(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Link:
-    """A running push. result: checksum of the tensors after it, "" until they are read."""
+    """The link of a running push. `result` is the checksum of the tensors after it, "" until they
+    are read."""
 
     builds_on: str
     result: str = ""
 
 
 class DeltaTransport:
-    """A WeightTransport over another one, which carries the links.
+    """A WeightTransport of deltas, whose links another transport carries.
 
-    The trainer's process has one copy of the weights on the host, to compare with, and so has each
-    engine, to apply links to. An engine that comes late needs all links of a chain: a directory
-    keeps them until the next whole push; over a collective the engine waits for that push.
+    The trainer's process keeps a copy of the weights in host memory to compare with, and each
+    engine keeps one to apply links to. An engine that joins later needs all links of a chain. A
+    directory keeps them until the next whole push. With a collective the engine waits for that
+    push.
     """
 
     def __init__(
@@ -70,10 +72,8 @@ class DeltaTransport:
         whole_every: int = WHOLE_EVERY,
         reject_non_finite: bool = True,
     ) -> None:
-        """whole_every: length of a chain. The push after a refused one is whole, too.
-
-        Raises ConfigError if it is below 1.
-        """
+        """whole_every: number of links of a chain. The push after a refused one is whole, too.
+        Raises ConfigError if `whole_every` is below 1."""
         if whole_every < 1:
             raise ConfigError(f"whole_every={whole_every} must be 1 or more; 16 is usual")
         self._carrier, self._whole_every = carrier, whole_every
@@ -81,13 +81,13 @@ class DeltaTransport:
         self._copy: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
         self._link: _Link | None = None
-        self._checksum = ""  # of the copy; "" while the engines serve other weights
+        self._checksum = ""  # the copy's checksum; "" if the engines may serve other weights
         self._num_links = 0
-        self._source: WeightsSource | None = None  # of the last committed link
+        self._source: WeightsSource | None = None  # source of the last committed link
 
     @property
     def kind(self) -> str:
-        """The carrier's kind. `builds_on` of its sources says that they are links."""
+        """The carrier's kind. Its sources are links if they have a `builds_on`."""
         return self._carrier.kind
 
     @property
@@ -96,10 +96,8 @@ class DeltaTransport:
         return self._carrier.committed
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Publish the elements that changed since the push before; of an adapter, all tensors.
-
-        See WeightTransport.
-        """
+        """Publish the elements that have changed since the push before, or all tensors of an
+        adapter. Raises WeightUpdateError as the carrier does."""
         self.roll_back()
         if isinstance(named_tensors, LoraAdapter):
             return self._carrier.publish(named_tensors)
@@ -110,11 +108,11 @@ class DeltaTransport:
         return self._carrier.publish(self._encoded(named_tensors, link), builds_on=link.builds_on)
 
     def send(self, source: WeightsSource) -> None:
-        """Send the link. See WeightTransport."""
+        """Send the link as the carrier does."""
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """Record that the engines serve the link. The next link builds on it."""
+        """Commit the carrier's push. The next link builds on this one."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed
@@ -122,13 +120,14 @@ class DeltaTransport:
             self._link = None
 
     def roll_back(self) -> None:
-        """Make the next push whole: an engine may have applied the link or not."""
+        """Roll back the carrier's push. After a link the next push is whole, because an engine may
+        have applied the link or not."""
         if self._link is not None:
             self._link, self._checksum, self._num_links = None, "", 0
         self._carrier.roll_back()
 
     def close(self) -> None:
-        """Release all weights. A second call does nothing."""
+        """Close the carrier and release the copy of the weights. A second call does nothing."""
         self.roll_back()
         self._carrier.close()
         self._copy = {}
@@ -136,7 +135,8 @@ class DeltaTransport:
     # ---- one push, as the carrier reads it
 
     def _encoded(self, named_tensors: NamedTensors, link: _Link) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a link. Reads one tensor of the source at a time."""
+        """Yield the tensors of a link, the description last. Reads one tensor of the source at a
+        time and updates the copy. Sets `link.result`."""
         stream = streamed(named_tensors)
         names: set[str] = set()
         try:
@@ -165,7 +165,10 @@ class DeltaTransport:
         yield DESCRIPTION, torch.frombuffer(encoded, dtype=torch.uint8)
 
     def _difference(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what makes the copy equal to `values`, and update the copy."""
+        """Yield the changes from the copy to `values`, and update the copy.
+
+        Yields the whole tensor, or its changed elements and their indices if they are smaller, or
+        nothing if no element has changed."""
         copy = self._copy.get(name)
         if copy is None or (copy.dtype, copy.shape) != (values.dtype, values.shape):
             self._copy[name] = values.clone()
@@ -188,16 +191,17 @@ class DeltaTransport:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the items of a contiguous tensor as integers, [N]: a NaN equals itself then."""
+    """Return the bits of a contiguous tensor as integers, [N], in which a NaN equals itself."""
     return values.reshape(-1).view(_BITS[values.itemsize])
 
 
 def apply_link(
     tensors: dict[str, Tensor], link: dict[str, Tensor], description: LinkDescription
 ) -> set[str]:
-    """Apply a link to `tensors`, and empty the link. Returns the names of the changed tensors.
+    """Apply a link to `tensors`, and remove its tensors from `link`. Return the names of the
+    changed tensors.
 
-    Raises IndexError, KeyError and RuntimeError for a link that does not fit the tensors.
+    Raises IndexError, KeyError or RuntimeError for a link that does not fit the tensors.
     """
     changed = set()
     for name in description.removed:
@@ -208,7 +212,7 @@ def apply_link(
         values = link.pop(key)
         name = key.removesuffix(INDEX)
         if name == key:
-            tensors[name] = values.clone()  # a view of a file otherwise
+            tensors[name] = values.clone()  # it may be a view of a file
         else:
             tensors[name].view(-1)[values.long()] = link.pop(name + VALUE)
         changed.add(name)
@@ -216,7 +220,8 @@ def apply_link(
 
 
 def description_of(link: dict[str, Tensor]) -> LinkDescription:
-    """Remove the description from a link and return it. Raises KeyError, msgspec.MsgspecError."""
+    """Remove the description from `link` and return it. Raises KeyError if there is none, and
+    msgspec.MsgspecError if it is malformed."""
     encoded: Any = link.pop(DESCRIPTION).numpy()
     return msgspec.json.decode(encoded.tobytes(), type=LinkDescription)
 
@@ -226,25 +231,25 @@ _ReceivedLink = tuple[LinkDescription, dict[str, Tensor]]
 
 
 class WeightMirror:
-    """An engine's copy of the tensors of a chain.
+    """An engine's copy of the weights of a chain, to which it applies the links.
 
-    Applies each link to the copy. If it missed some, it first fetches and applies them, back to the
-    last whole push, provided the transport kept them.
+    If it missed some links, it first fetches and applies them, back to the last whole push,
+    provided that the transport kept them.
     """
 
     def __init__(self, fetch: Callable[[WeightsSource], dict[str, Tensor]]) -> None:
-        """`fetch` returns the tensors of a link as they travel."""
+        """`fetch` returns the tensors of a link, by the carrier's way to fetch a source."""
         self._fetch = fetch
         self._tensors: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
-        self._checksum = ""  # of the tensors; "" while a link is half applied
+        self._checksum = ""  # the tensors' checksum; "" while a link is applied, or if that failed
 
     @torch.no_grad()
     def fetch(self, source: WeightsSource) -> Mapping[str, Tensor]:
-        """Return the tensors after the link at `source`. They change with the next call.
+        """Apply the link at `source`, and return all tensors. The next call changes them.
 
-        Raises WeightUpdateError if the link cannot be fetched, does not fit the copy, or does not
-        give the tensors that it announces.
+        Raises WeightUpdateError if the link, or one before it that this engine lacks, cannot be
+        fetched, does not fit the copy, or does not give the checksum that it announces.
         """
         for description, link in reversed(self._missing_links(source)):
             self._checksum = ""
@@ -261,7 +266,10 @@ class WeightMirror:
         return dict(self._tensors)
 
     def _missing_links(self, source: WeightsSource) -> list[_ReceivedLink]:
-        """Return the link at `source` and those before it, back to one that fits the copy."""
+        """Fetch the link at `source` and the links before it, back to one that fits the copy.
+
+        Returns them latest first. Raises WeightUpdateError if the chain does not reach back to the
+        copy or to a whole push."""
         links: list[_ReceivedLink] = []
         while len(links) < _MAX_LINKS:
             link = self._fetch(source)
@@ -269,7 +277,7 @@ class WeightMirror:
                 description = description_of(link)
             except (KeyError, msgspec.MsgspecError) as error:
                 raise WeightUpdateError(
-                    f"what came from {source.address!r} is no link of a chain: {error}"
+                    f"the push at {source.address!r} is not a link of a chain: {error}"
                 ) from error
             links.append((description, link))
             if description.builds_on in ("", self._checksum):
@@ -279,8 +287,8 @@ class WeightMirror:
             address, checksum = description.parent
             source = structs.replace(source, address=address, tensors_checksum=checksum)
         raise WeightUpdateError(
-            f"the push builds on weights of the checksum {description.builds_on}, and this engine "
-            f"has {self._checksum or 'none'}; the next push is whole"
+            f"the push builds on weights with the checksum {description.builds_on}, but this "
+            f"engine has {self._checksum or 'none'}; the next push is whole"
         )
 
     def _verify(self, description: LinkDescription, changed: set[str]) -> None:
@@ -293,7 +301,7 @@ class WeightMirror:
         checksum = checksum_of(self._fingerprints)
         if checksum != description.result:
             raise WeightUpdateError(
-                f"the changes make weights of the checksum {checksum}, not {description.result} as "
+                f"the changed weights have the checksum {checksum}, not {description.result} as "
                 "announced; the serving weights are kept"
             )
         self._checksum = checksum

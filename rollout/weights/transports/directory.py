@@ -1,14 +1,14 @@
-"""DirectoryTransport: pushes as checkpoints in a directory, which other hosts may see, too.
+"""DirectoryTransport: pushes as checkpoints in a directory, which may be on a shared file system.
 
     root/push-<number>-<random>/model-00001.safetensors ...
     root/push-<number>-<random>/model.safetensors.index.json     written last
 
 The index makes a push valid: engines do not read a directory without it. The last committed push
-stays, for engines that come late.
+stays, for engines that join later.
 
-In a file system in memory, whose readers are all on this host, released files are reused by the
-push after the next: new memory costs more than the copy. Each reader holds a lock on them for as
-long as it has a view of a tensor.
+On tmpfs, whose readers are all on this host, released files are reused by the push after the next:
+new memory would cost more than the copy. A reader holds a lock on them while it has a view of a
+tensor. Used by `rollout.weights.transports.registry`; DirectoryTransport also carries deltas.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """files: reusable files of the push."""
+    """A published push. `files` has its reusable files, if the directory is on tmpfs."""
 
     directory: Path
     source: WeightsSource
@@ -45,14 +45,14 @@ class _Push:
 class DirectoryTransport(KeptTransport[_Push]):
     """A WeightTransport: `publish` writes a checkpoint, which engines map.
 
-    Engines see the directory under the same path: on a shared file system, or on a local one if all
-    are on this host. A program that can write there decides what engines serve.
+    Engines must see the directory under the same path: on a shared file system, or on any one if
+    all are on this host. A program that can write there can change what engines serve.
     """
 
     kind = "directory"
 
     def __init__(self, root: str | Path, *, reject_non_finite: bool = True) -> None:
-        """`root` is created if it is missing. Raises ConfigError if that fails."""
+        """Create `root` if it is missing. Raises ConfigError if that fails."""
         self._root = Path(root).absolute()
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         super().__init__(self._keep_spare)
@@ -61,16 +61,18 @@ class DirectoryTransport(KeptTransport[_Push]):
         try:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"no directory for weights at {self._root}: {error}") from error
+            raise ConfigError(
+                f"the directory {self._root} for weights cannot be created: {error}"
+            ) from error
         self._is_in_memory = _is_in_memory(self._root)
 
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
-        """Write tensors, on whatever device, to a new directory. See WeightTransport.
+        """Write tensors from any device to a new directory, and return its source.
 
-        `builds_on`: as in a WeightsSource, for a DeltaTransport. Raises WeightUpdateError also if
-        the tensors cannot be written.
+        `builds_on` is a field of the WeightsSource, given by a DeltaTransport. Raises
+        WeightUpdateError as WeightTransport says, and if the tensors cannot be written.
         """
         self.roll_back()
         lora = terms_of(named_tensors)
@@ -87,8 +89,8 @@ class DirectoryTransport(KeptTransport[_Push]):
             if not isinstance(error, OSError):
                 raise
             raise WeightUpdateError(
-                f"the weights cannot be written to {directory} ({error}); make room, or name "
-                "another directory"
+                f"the weights cannot be written to {directory} ({error}); free space there, or "
+                "name another directory"
             ) from error
         source = WeightsSource(
             kind=self.kind,
@@ -102,7 +104,7 @@ class DirectoryTransport(KeptTransport[_Push]):
         return self._begin(_Push(directory, source, tuple(files)))
 
     def close(self) -> None:
-        """Release all weights. A second call does nothing."""
+        """Release all weights and delete their files. A second call does nothing."""
         super().close()
         self._close_spare()
 
@@ -111,8 +113,8 @@ class DirectoryTransport(KeptTransport[_Push]):
     ) -> str:
         """Write a checkpoint and return its checksum. Reusable files are appended to `files`.
 
-        Files are closed, so that readers on other hosts see all of them. They are not flushed to
-        the disk: they are of no use once this process has ended.
+        Other files are closed, so that readers on other hosts see all their bytes. They are not
+        flushed to disk, because they are useless after this process has ended.
         """
         if self._is_in_memory:
 
@@ -129,18 +131,18 @@ class DirectoryTransport(KeptTransport[_Push]):
         return checksum
 
     def _file_at(self, path: Path) -> ReusableFile:
-        """Return a locked file for `path`: a spare one without readers if there is one, else a new
-        one."""
+        """Return a locked file for `path`: a spare without readers if there is one, else a new
+        file."""
         for index, file in enumerate(self._spare):
-            if file.reopened(path):
+            if file.reopen(path):
                 return self._spare.pop(index)
         return ReusableFile(path)
 
     def _keep_spare(self, push: _Push) -> None:
-        """Remove a released push, and keep its reusable files as the spare ones."""
+        """Delete a released push, but keep its reusable files as the new spares."""
         if push.files:
             self._close_spare()
-            # A reader looks for the index again once it has locked all files.
+            # A reader checks that the index exists after it has locked all files.
             (push.directory / INDEX_FILE).unlink(missing_ok=True)
             for number, file in enumerate(push.files):
                 file.move_to(self._root / f".spare-{os.getpid()}-{uuid.uuid4().hex[:8]}-{number}")
@@ -153,43 +155,41 @@ class DirectoryTransport(KeptTransport[_Push]):
 
 
 def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
-    """Return the tensors of `source`, on the CPU: views of its files, which live as long as they.
-
-    Raises WeightUpdateError if the files are gone, or belong to another push.
-    """
+    """Return the tensors of `source`, on the CPU, as views of its mapped files. Raises
+    WeightUpdateError if the files are gone or invalid, or belong to another push."""
     directory = Path(source.address)
     try:
         if not directory.is_absolute():
-            raise ModelError("it is no absolute path")
+            raise ModelError("the path is not absolute")
         names = _file_names(directory, source)
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors |= map_tensors(directory / name)
         if not (directory / INDEX_FILE).is_file():
-            raise ModelError("they were released before all of them were locked")
+            raise ModelError("they were released while they were opened")
         return tensors
     except (ModelError, OSError) as error:
         raise WeightUpdateError(
-            f"the weights in {source.address!r} cannot be read ({error}); is the trainer alive, "
-            "and does this host see its directory under that path?"
+            f"the weights in {source.address!r} cannot be read ({error}); check that the trainer "
+            "is running, and that this host sees its directory under this path"
         ) from error
 
 
 def _file_names(directory: Path, source: WeightsSource) -> list[str]:
-    """Return the names of the source's files. Raises ModelError if they are gone, or another
-    push's."""
+    """Return the names of the source's files, from the index. Raises ModelError if it is gone or
+    invalid, or belongs to another push."""
     index = read_json(directory / INDEX_FILE)
     checksum = (index.get("metadata") or {}).get("tensors_checksum")
     if checksum != source.tensors_checksum:
-        raise ModelError(f"its checksum is {checksum}, not {source.tensors_checksum}")
+        raise ModelError(f"the checksum is {checksum}, not {source.tensors_checksum}")
     names = sorted(set(index.get("weight_map", {}).values()))
     if odd := [name for name in names if Path(name).name != name]:
-        raise ModelError(f"its index lists {odd[0]!r}, which is outside")
+        raise ModelError(f"the index lists {odd[0]!r}, which is outside of the directory")
     return names
 
 
 def _is_in_memory(directory: Path) -> bool:
-    """Return whether the directory lies in a file system in this host's memory."""
+    """Return whether the directory is on tmpfs, in this host's memory."""
     device = directory.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -208,5 +208,5 @@ def _remove(directory: Path) -> None:
         shutil.rmtree(directory)
     except FileNotFoundError:
         return
-    except OSError as error:  # the push is over, and does not fail because of it
+    except OSError as error:  # no reason for a push to fail
         _logger.warning("weights are left in %s: %s", directory, error)

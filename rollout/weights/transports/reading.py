@@ -1,6 +1,7 @@
 """TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile.
 
-Used by all weight transports. It writes to memory that they give.
+Used by the collective, delta, directory and shared transports. Writes only to memory that they
+provide.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from rollout.weights.update import Fingerprint, NamedTensors, checksum_of, strea
 
 
 class TensorReader:
-    """Reads the tensors of pushes, copies and hashes them; see `read`."""
+    """Reads, copies and hashes the tensors of pushes."""
 
     def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
-        """`device`: device on which `write` gets the tensors; None for the host."""
+        """`device` is where `write` gets the tensors; None means the host. With `reject_non_finite`
+        NaN and infinity are refused."""
         self._reject_non_finite = reject_non_finite
         self._device = device or torch.device("cpu")
-        # Made when they are needed, and once: making them compiles kernels, or looks for them.
+        # Created once, on first use, because that compiles kernels.
         self._fingerprint: FingerprintOf | None = None
         self._ops: Ops[Any] | None = None
 
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
-        """Call `write` for each tensor. Returns the checksum of all of them.
+        """Call `write` with each tensor's name and values. Return the checksum of all tensors.
 
         `write` gets whole, contiguous tensors on the device, which are valid until it returns. They
-        are read as `streamed` does, one in memory at a time. Reading sharded ones is a collective
-        of all ranks of a trainer, so after an error the rest is read, too. Tensors that a model
-        computes are left out. Raises WeightUpdateError naming the tensor, and what `write` raises.
+        are read in the order of `streamed`, one at a time. After an error the rest is read, too,
+        because reading sharded tensors is a collective of all ranks of a trainer. Tensors that a
+        model computes are left out. Raises WeightUpdateError for a tensor that cannot be read, and
+        for NaN or infinity if they are refused; also what `write` raises.
         """
 
         def written(name: str, tensor: Tensor) -> Fingerprint:
@@ -54,7 +57,8 @@ class TensorReader:
     ) -> str:
         """Copy each tensor to the memory that `room_for` returns for it, and hash it meanwhile.
 
-        The memory is the host's, and has the tensor's shape and dtype. See `read`.
+        This must be host memory with the tensor's shape and dtype. Order, result and errors are as
+        in `read`.
         """
         ops = self._ops = self._ops or cpu_backend("device").ops
 
@@ -85,14 +89,16 @@ class TensorReader:
         return checksum_of(fingerprints)
 
     def values_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, contiguous. Raises WeightUpdateError naming it."""
+        """Return `tensor` on the device, contiguous. Raises WeightUpdateError if it cannot be
+        copied."""
         try:
             return tensor.detach().to(self._device).contiguous()
         except (RuntimeError, TypeError) as error:
             raise _copy_failed(name, error) from error
 
     def fingerprint_of(self, name: str, values: Tensor) -> Fingerprint:
-        """Return the fingerprint of a result of `values_of`. Raises WeightUpdateError naming it."""
+        """Return the fingerprint of values from `values_of`. Raises WeightUpdateError if they
+        cannot be hashed."""
         hash_of = self._fingerprint = self._fingerprint or fingerprint_on(self._device)
         try:
             return hash_of(values, hashed_dtype(values.dtype)).tolist()
@@ -100,13 +106,13 @@ class TensorReader:
             raise _copy_failed(name, error) from error
 
     def check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
-        """Raise WeightUpdateError naming a tensor with NaN or infinity, if that is refused."""
+        """Raise WeightUpdateError if a tensor has NaN or infinity and they are refused."""
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
         if bad and self._reject_non_finite:
             more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
             raise WeightUpdateError(
                 f"{bad[0]!r} holds NaN or infinity{more}; the serving weights are kept. "
-                "reject_non_finite_weights=False would let it pass"
+                "reject_non_finite_weights=False accepts it"
             )
 
 
@@ -115,17 +121,15 @@ def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
 
 
 def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
-    """Return the settings of an adapter, None for weights.
-
-    Raises WeightUpdateError naming a tensor that is not one of a pair A and B.
-    """
+    """Return the settings of an adapter; None for weights. Raises WeightUpdateError for an adapter
+    with a base, and for one with invalid tensors."""
     if not isinstance(named_tensors, LoraAdapter):
         return None
     adapter = named_tensors
     if adapter.base is not None:
         raise WeightUpdateError(
-            "an adapter with a base is for an engine in this process; push the base by itself, "
-            "then the adapter without it"
+            "an adapter with a base cannot be sent to other processes; push the base first, then "
+            "the adapter without it"
         )
     adapter.pairs()
     return LoraTerms(

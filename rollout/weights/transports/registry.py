@@ -1,5 +1,7 @@
-"""Names of weight transports: `transport_of` makes the one that a user names, and WeightFetcher
-fetches the tensors of each kind for an engine."""
+"""Weight transports by name: makes the trainer's transport, and fetches pushes for an engine.
+
+`rollout.apis.weight_push` calls `transport_of`. `rollout.apis.engine_process` makes a
+WeightFetcher, which the engine's agent calls."""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ def transport_of(
     reject_non_finite: bool,
     own_host: Callable[[], str] = lambda: LOOPBACK,
 ) -> WeightTransport:
-    """Return the transport that `named` means: one of `_FORMS`; None is "shared".
+    """Return the transport with the name `named`. A WeightTransport is returned itself.
 
-    "delta+" may stand before all of them except "shared". A WeightTransport is returned as it is.
-    `own_host` returns the host at which engines reach this machine. It is called for a collective
-    without a HOST. Raises ConfigError listing the legal names.
+    Names are "shared" (also None), "directory:PATH", "collective", "collective:HOST" and
+    "cuda_ipc". All except "shared" may have the prefix "delta+". `own_host` returns the host at
+    which engines reach this machine; it is called for "collective" without a HOST. Raises
+    ConfigError for any other name, and if the transport cannot be created.
     """
     if named is None:
         named = "shared"
@@ -58,8 +61,8 @@ def transport_of(
         carrier = CollectiveTransport(argument or own_host(), reject_non_finite=checks)
     else:
         raise ConfigError(
-            f"weight_transport={named!r} is none of {', '.join(_FORMS)}; before all but the first "
-            f"may stand {_DELTA!r}"
+            f"weight_transport={named!r} is not supported; use {', '.join(_FORMS)}; all but the "
+            f"first may have the prefix {_DELTA!r}"
         )
     if changes_only:
         return DeltaTransport(carrier, reject_non_finite=reject_non_finite)
@@ -67,7 +70,8 @@ def transport_of(
 
 
 class WeightFetcher:
-    """Fetches the tensors of sources for one engine. Used by the engine's agent."""
+    """Fetches the tensors of WeightsSources for one engine. Keeps connections, and for deltas a
+    copy of the tensors."""
 
     def __init__(self) -> None:
         receiver = CollectiveReceiver()
@@ -80,10 +84,8 @@ class WeightFetcher:
         self._mirror = WeightMirror(self._fetch)
 
     def __call__(self, source: WeightsSource) -> NamedTensors:
-        """Return the tensors of `source`, or its adapter. They do not change before the next push.
-
-        Raises WeightUpdateError if they cannot be fetched, or are not what the source says.
-        """
+        """Return the tensors of `source`, or its adapter. They do not change before the next call.
+        Raises WeightUpdateError if they cannot be fetched, or are not what the source announces."""
         tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)
         if source.lora is None:
             return tensors
@@ -93,7 +95,7 @@ class WeightFetcher:
         fetch = self._by_kind.get(source.kind)
         if fetch is None:
             raise WeightUpdateError(
-                f"weights of kind {source.kind!r} cannot be fetched here; only "
-                f"{', '.join(sorted(self._by_kind))} can"
+                f"weights of kind {source.kind!r} cannot be fetched; supported kinds: "
+                f"{', '.join(sorted(self._by_kind))}"
             )
         return fetch(source)

@@ -1,11 +1,10 @@
 """SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
 
-The memory is an anonymous file. It has no name that could be left behind, and the system frees it
-when the trainer and all readers have ended. Linux only.
-
-A released file is reused by the push after the next, since new memory costs more than the copy.
-Each reader holds a lock on it for as long as it has a view of the tensors. A file with a reader is
-not overwritten: another one takes its place.
+The memory is an anonymous file (memfd), which the system frees when the trainer and all readers
+have closed it. Linux only. A released file is reused by the push after the next, because new memory
+would cost more than the copy. A reader holds a lock on it while it has a view of a tensor, and a
+file with a reader is not rewritten: a new file is used instead. Used by
+`rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rollout.weights.update import NamedTensors
 
 _NAME = "rollout-weights"
 _ADDRESS = re.compile(r"(/proc/[0-9]+/fd/[0-9]+) ([0-9a-f]{32})")
-_ID_BYTES = 32  # at the beginning of a file: the id of its push
+_ID_BYTES = 32  # the id of the push, at the beginning of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +45,20 @@ class _Segment:
 
 
 class SharedTransport(KeptTransport[_Segment]):
-    """A WeightTransport: `publish` makes the copy, which engines map."""
+    """A WeightTransport: `publish` copies the tensors to shared memory, which engines map."""
 
     kind = "shared"
 
     def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
-        """`reuses_memory`: keep the memory of two copies between pushes rather than of one."""
+        """With `reuses_memory`, memory for two copies is kept between pushes instead of one."""
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         self._reuses_memory = reuses_memory
         self._spare: TensorFile | None = None
         super().__init__(lambda segment: self._keep_spare(segment.file))
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Copy tensors, on whatever device, to shared memory. See WeightTransport.
-
-        Raises WeightUpdateError also if there is no memory, and on other systems than Linux.
-        """
+        """Copy tensors from any device to shared memory, and return their source. Raises
+        WeightUpdateError as WeightTransport says, and on systems other than Linux."""
         self.roll_back()
         lora = terms_of(named_tensors)
         push_id = uuid.uuid4().hex
@@ -75,7 +72,7 @@ class SharedTransport(KeptTransport[_Segment]):
             unlock(file.descriptor)
         except ConfigError as error:
             raise WeightUpdateError(
-                f"{error}; use LLM without use_coordinator, which takes them in its own process"
+                f"{error}; use LLM without use_coordinator, which needs no shared memory"
             ) from error
         except BaseException as error:
             if file is not None:
@@ -83,8 +80,8 @@ class SharedTransport(KeptTransport[_Segment]):
             if not isinstance(error, OSError):
                 raise
             raise WeightUpdateError(
-                f"no shared memory for weights ({error}); free some, or push to each engine by "
-                "itself"
+                f"no shared memory for weights ({error}); free memory, or use another "
+                "weight_transport"
             ) from error
         source = WeightsSource(
             kind=self.kind,
@@ -97,7 +94,7 @@ class SharedTransport(KeptTransport[_Segment]):
         return self._begin(_Segment(file, source))
 
     def close(self) -> None:
-        """Release all weights. A second call does nothing."""
+        """Release all weights and their memory. A second call does nothing."""
         self._reuses_memory = False
         super().close()
         spare, self._spare = self._spare, None
@@ -105,7 +102,7 @@ class SharedTransport(KeptTransport[_Segment]):
             spare.close()
 
     def _file_to_write(self) -> TensorFile:
-        """Return a locked file: the spare one if it has no reader, else a new one."""
+        """Return a file locked for writing: the spare file if it has no reader, else a new one."""
         if self._spare is not None and lock_for_writing(self._spare.descriptor):
             file, self._spare = self._spare, None
             return file
@@ -114,8 +111,9 @@ class SharedTransport(KeptTransport[_Segment]):
         return file
 
     def _keep_spare(self, released: TensorFile) -> None:
-        """Keep a released file, and close the spare one, which a slow reader may still lock."""
-        _write_id(released, "")  # a reader that comes now must not begin to read it
+        """Keep a released file as the spare, and close the spare before, which a reader may lock.
+        Without memory reuse the released file is closed."""
+        _write_id(released, "")  # new readers must not begin to read it
         old: TensorFile | None = released
         if self._reuses_memory:
             old, self._spare = self._spare, released
@@ -124,17 +122,18 @@ class SharedTransport(KeptTransport[_Segment]):
 
 
 def fetch_shared(source: WeightsSource) -> SharedTensors:
-    """Return the tensors of `source`, on the CPU: views of its memory, which lives as long as they.
+    """Return the tensors of `source`, on the CPU, as views of its mapped memory.
 
-    The other ranks of an engine can open them, too. Raises WeightUpdateError if the source does not
-    exist any more, is no file of a SharedTransport, or does not have the size of its manifest.
+    The other ranks of an engine can open them, too. Raises WeightUpdateError if the source was
+    released, is not a SharedTransport's file, or does not fit its manifest.
     """
     entries = source.entries()
     try:
         shared, size = _open(source.address, entries)
     except (OSError, ValueError) as error:
         raise WeightUpdateError(
-            f"the weights at {source.address!r} cannot be opened ({error}); is the publisher alive?"
+            f"the weights at {source.address!r} cannot be opened ({error}); check that the trainer "
+            "is running"
         ) from error
     expected = max((e.offset + e.num_bytes for e in entries.values()), default=_ID_BYTES)
     if size != expected:
@@ -150,7 +149,7 @@ def _open(address: str, entries: Mapping[str, TensorEntry]) -> tuple[SharedTenso
     if parts is None:
         raise FileNotFoundError("this is not an address of a SharedTransport")
     path, push_id = parts.groups()
-    # Whatever is there now: opening a pipe must not wait for its writer.
+    # Non-blocking, because another file may be there now: opening a pipe waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size = _size_of(descriptor)
@@ -181,9 +180,9 @@ def _write_id(file: TensorFile, push_id: str) -> None:
 
 
 def _size_of(descriptor: int) -> int:
-    """Return the size in bytes of a publisher's file. Raises OSError for any other file."""
+    """Return the size in bytes of a SharedTransport's file. Raises OSError for any other file."""
     status = os.fstat(descriptor)
-    # The address may mean another file by now: the system reuses the numbers of descriptors.
+    # The address may belong to another file by now: the system reuses descriptor numbers.
     is_named = os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     if not is_named or not stat.S_ISREG(status.st_mode):
         raise FileNotFoundError("they were released for newer ones")
@@ -191,7 +190,8 @@ def _size_of(descriptor: int) -> int:
 
 
 def _place(name: str, entry: TensorEntry, size: int) -> Place:
-    """Return the place of a manifest's tensor. Raises WeightUpdateError if it does not fit."""
+    """Return the place of a manifest's tensor in a file of `size` bytes. Raises WeightUpdateError
+    if it does not fit."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
     if (
         not isinstance(dtype, torch.dtype)
@@ -199,7 +199,7 @@ def _place(name: str, entry: TensorEntry, size: int) -> Place:
         or math.prod(entry.shape) * dtype.itemsize != entry.num_bytes
     ):
         raise WeightUpdateError(
-            f"{name!r} cannot lie at bytes [{entry.offset}, {end}) of {size} as {entry.dtype} "
+            f"{name!r} cannot be at bytes [{entry.offset}, {end}) of {size} as {entry.dtype} "
             f"{list(entry.shape)}"
         )
     return Place(start=entry.offset, dtype=dtype, shape=tuple(entry.shape))

@@ -22,6 +22,7 @@ from trainer_hooks.environments import (
     EpisodeLimits,
     ModelTurn,
     Step,
+    ToolCallError,
     ToolEnvironment,
     tool,
 )
@@ -314,6 +315,8 @@ class Plain(Environment):
     [
         ({"make": ValueError()}, "reset_error"),
         ({"reset": StopIteration()}, "reset_error"),
+        ({"reset": ToolCallError("no goal")}, "reset_error"),
+        ({"reward": ToolCallError("no goal")}, "reward_error"),
         ({"step": SystemExit()}, "step_error"),
         ({"step": asyncio.CancelledError()}, "step_error"),
         ({"step": 3}, "step_error"),

@@ -272,7 +272,7 @@ transport.send(source)
             fetches = [threads.submit(receiver.fetch, source) for receiver in receivers]
             assert process.stdout.readline() == "begun\n"
             process.send_signal(signal.SIGKILL)
-            assert all("is the trainer alive" in fault for fault in faults(fetches))
+            assert all("check that the trainer is running" in fault for fault in faults(fetches))
     finally:
         process.kill()
         process.wait()
@@ -296,7 +296,7 @@ def test_collective_fetch_refuses_an_address_without_a_sender(address: str) -> N
     source = WeightsSource(
         kind="collective", address=address, manifest=b"", checksum="", num_members=1
     )
-    with pytest.raises(WeightUpdateError, match="is the trainer alive"):
+    with pytest.raises(WeightUpdateError, match="check that the trainer is running"):
         CollectiveReceiver(connect_timeout_s=0.2).fetch(source)
 
 

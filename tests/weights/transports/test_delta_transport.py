@@ -194,11 +194,11 @@ def test_delta_chain_continues_after_an_adapter(transport: DeltaTransport) -> No
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("a#value", torch.tensor([3.0]), r"the changes make weights of the checksum"),
-        ("a#index", torch.tensor([18], dtype=torch.int32), r"the changes make weights of"),
+        ("a#value", torch.tensor([3.0]), r"the changed weights have the checksum"),
+        ("a#index", torch.tensor([18], dtype=torch.int32), r"the changed weights have"),
         ("a#index", torch.tensor([200], dtype=torch.int32), r"does not fit .* \(IndexError"),
         ("z#index", torch.tensor([0], dtype=torch.int32), r"does not fit .* \(KeyError"),
-        ("#delta", torch.tensor([1], dtype=torch.uint8), r"is no link of a chain"),
+        ("#delta", torch.tensor([1], dtype=torch.uint8), r"is not a link of a chain"),
     ],
 )
 def test_delta_fetch_refuses_a_link_that_does_not_fit_until_a_whole_push(

@@ -316,7 +316,7 @@ sys.stdin.read()
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert torch.equal(fetched, torch.arange(5.0))
-    with pytest.raises(WeightUpdateError, match="is the publisher alive"):
+    with pytest.raises(WeightUpdateError, match="check that the trainer is running"):
         WeightFetcher()(there)
 
 

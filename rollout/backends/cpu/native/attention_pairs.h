@@ -1,5 +1,5 @@
-/* Queries against a tile of a context in bfloat16, by AVX-512's dot products of pairs: q, K, V and the weights are
-   bfloat16, scores and sums float32. prefill.c includes it. */
+/* Attention of queries to a tile of a bfloat16 context, by AVX-512's dot products of pairs. q, K, V and the weights are
+   bfloat16, scores and sums float32. Included by prefill.c. */
 
 #include "attention_tiles.h"
 
@@ -8,13 +8,13 @@
 
 #define PAIR_ROWS 6 /* queries whose sums stay in registers, with four vectors each */
 
-/* One KV head of tokens [start, start + count), packed in pairs. */
+/* K and V of one KV head of tokens [start, start + count), packed in pairs. */
 struct pair_tile {
     int64_t start, count, capacity;
     uint16_t *k, *v; /* [dim / 2][capacity][2], [capacity / 2][dim][2] */
 };
 
-/* Packs K; a pair of a token's dims is moved like one float. */
+/* Packs K of up to LANES tokens from the i-th on, with zeros for missing ones. A pair of dims is moved like a float. */
 INLINE void pack_pairs_of_keys(const char *const *tokens, int64_t i, int64_t count, int64_t offset, int64_t dim,
                                const struct pair_tile *tile) {
     float *out = (float *)tile->k + i;
@@ -27,7 +27,7 @@ INLINE void pack_pairs_of_keys(const char *const *tokens, int64_t i, int64_t cou
     }
 }
 
-/* Packs the V of two tokens side by side, with zeros for a missing one. */
+/* Packs the V of two tokens in pairs, with zeros for `odd` if it is NULL. */
 INLINE void pack_pairs_of_values(const char *even, const char *odd, int64_t offset, int64_t dim, uint16_t *out) {
     for (int64_t d = 0; d < dim; d += 16, out += 32) {
         const v16h a = *(const v16h *)((const uint16_t *)even + offset + d);
@@ -37,6 +37,7 @@ INLINE void pack_pairs_of_values(const char *even, const char *odd, int64_t offs
     }
 }
 
+/* Packs K and V of one KV head of the tokens at `place`. */
 static void pack_pair_tile(const struct attention *a, const struct place *place, int64_t kv_head,
                            struct pair_tile *tile) {
     const int64_t dim = a->dim, count = place->count;
@@ -51,7 +52,8 @@ static void pack_pair_tile(const struct attention *a, const struct place *place,
     }
 }
 
-/* c = scale * a b, or c += a b, for `rows` x 16 `count` numbers, which fit the registers; b has `b_stride` columns. */
+/* Computes c = scale * a b, or c += a b if `adds`, for `rows` x (16 * count) numbers, which fit the registers. b has
+   `b_stride` columns. */
 INLINE void product_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int64_t a_stride, const uint16_t *b,
                              int64_t b_stride, int64_t pairs, const int adds, float scale, const int rows,
                              const int count) {
@@ -75,7 +77,7 @@ INLINE void product_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int6
     }
 }
 
-/* As above, for any number of columns that is a multiple of 16. */
+/* Computes `product_of_pairs` for `width` columns, a multiple of 16. */
 INLINE void columns_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int64_t a_stride, const uint16_t *b,
                              int64_t b_stride, int64_t pairs, int64_t width, const int adds, float scale,
                              const int rows) {
@@ -89,7 +91,7 @@ INLINE void columns_of_pairs(float *c, int64_t c_stride, const uint16_t *a, int6
     if (j < width) product_of_pairs(c + j, c_stride, a, a_stride, b + 2 * j, b_stride, pairs, adds, scale, rows, 1);
 }
 
-/* `weigh` with vectors of 16, for rounded weights. */
+/* Does the same as `weigh` with vectors of 16, but stores the weights rounded to bfloat16. */
 INLINE void weigh_pairs(float *scores, int64_t unseen, int64_t seen, int64_t width, struct softmax *softmax,
                         float *sums, int64_t dim, uint16_t *weights) {
     hide_scores(scores, unseen, seen, width);
@@ -110,7 +112,7 @@ INLINE void weigh_pairs(float *scores, int64_t unseen, int64_t seen, int64_t wid
     softmax->total += sum_of_halves(total);
 }
 
-/* Adds the tile to queries [i, i + rows), of which the last sees the most keys. */
+/* Adds the tile to the online softmax of queries [i, i + rows); the last of them attends to the most keys. */
 INLINE void attend_pairs_of_strip(const struct queries *queries, int64_t i, const struct pair_tile *tile, int64_t dim,
                                   float scale, const int rows) {
     const int64_t depth = visible(queries, i + rows - 1, tile->start, tile->count), width = (depth + 15) / 16 * 16;
@@ -130,7 +132,7 @@ INLINE void attend_pairs_of_strip(const struct queries *queries, int64_t i, cons
     columns_of_pairs(sums, dim, weights, MAX_TOKENS, tile->v, dim, (depth + 1) / 2, dim, 1, 1, rows);
 }
 
-/* Adds the tile to queries [first, last), whose q is bfloat16. */
+/* Adds the tile to the online softmax of queries [first, last), whose q is bfloat16. */
 static void attend_pair_tile(const struct queries *queries, int64_t first, int64_t last, const struct pair_tile *tile,
                              int64_t dim, float scale) {
     for (; first + PAIR_ROWS <= last; first += PAIR_ROWS) {

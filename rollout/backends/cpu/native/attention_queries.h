@@ -1,5 +1,5 @@
-/* Used by decode.c and prefill.c: queries, each with its online softmax (Milakov and
-   Gimelshein 2018). */
+/* Queries of attention, each with its online softmax (Milakov and Gimelshein 2018). Used by decode.c,
+   prefill.c and the tiles that they attend to. */
 
 #ifndef ROLLOUT_ATTENTION_QUERIES_H
 #define ROLLOUT_ATTENTION_QUERIES_H
@@ -10,27 +10,28 @@
 
 /* The online softmax of one query. */
 struct softmax {
-    v8f total; /* sums of weights, by lane */
-    float largest;
-    int32_t first_seen; /* position of the first key that the query sees */
+    v8f total;          /* sums of weights, by lane */
+    float largest;      /* score so far */
+    int32_t first_seen; /* position of the first key that the query attends to */
     int64_t padding[3];
 };
 
-/* Query i sees keys up to position + i / per_position. */
+/* Some queries. Query i attends to keys up to position + i / per_position. */
 struct queries {
-    float *q, *sums; /* [query][dim]: scaled, or bfloat16 and not scaled for products of pairs; sums of weight * V */
+    float *q;    /* [query][dim]: scaled, or in bfloat16 and not scaled for products of pairs */
+    float *sums; /* [query][dim]: sums of weight * V */
     struct softmax *softmax;
     int64_t position, per_position;
-    float softcap; /* or 0 */
+    float softcap; /* 0 for none */
 };
 
-/* Finds which of `count` keys from `start` on query i sees. */
+/* Returns how many of the `count` keys from position `start` on query i attends to; 0 or less for none. */
 INLINE int64_t visible(const struct queries *queries, int64_t i, int64_t start, int64_t count) {
     const int64_t seen = queries->position + i / queries->per_position + 1 - start;
     return seen < count ? seen : count;
 }
 
-/* softcap * tanh(score / softcap). */
+/* Replaces each score by softcap * tanh(score / softcap). */
 INLINE void cap_scores(float *scores, int64_t width, float softcap) {
     for (int64_t i = 0; i < width; i += LANES) {
         store(scores + i, tanh_v8(load(scores + i) / softcap) * softcap);
@@ -43,8 +44,8 @@ INLINE void hide_scores(float *scores, int64_t unseen, int64_t seen, int64_t wid
     for (int64_t i = seen < 0 ? 0 : seen; i < width; i++) scores[i] = -INFINITY;
 }
 
-/* Scores of keys [unseen, seen) become weights, those of the others 0; older sums shrink if the
-   largest score has grown. */
+/* Replaces the scores of keys [unseen, seen) by weights exp(score - largest), and all others by 0. Rescales
+   `sums` and the total if the largest score has grown. */
 INLINE void weigh(float *scores, int64_t unseen, int64_t seen, int64_t width, struct softmax *softmax,
                   float *sums, int64_t dim) {
     hide_scores(scores, unseen, seen, width);
@@ -66,8 +67,8 @@ INLINE void weigh(float *scores, int64_t unseen, int64_t seen, int64_t width, st
     softmax->total = total;
 }
 
-/* Query heads of one token at `position` and one KV head, with nothing summed yet but their
-   sinks. */
+/* Starts queries [i, i + count): the query heads from `head` on of the token at `position`. Their sums are
+   empty, except for their sinks. */
 INLINE void begin_queries(const struct attention *a, const struct queries *queries, int64_t i,
                           int64_t count, int64_t token, int64_t head, int64_t position,
                           const int is_bfloat16) {
@@ -87,7 +88,7 @@ INLINE void begin_queries(const struct attention *a, const struct queries *queri
     }
 }
 
-/* Writes the outputs of these queries. */
+/* Writes the outputs of queries [i, i + count) to the token's heads from `head` on. */
 INLINE void end_queries(const struct attention *a, const struct queries *queries, int64_t i,
                         int64_t count, int64_t token, int64_t head) {
     int64_t out = (token * a->heads + head) * a->dim;

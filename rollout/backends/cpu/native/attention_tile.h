@@ -1,6 +1,6 @@
-/* Small matrix products, and what a strip of queries takes from a tile, with vectors of WIDTH
-   floats. attention_tiles.c includes it for each width. Every number is summed in the order of
-   `depth`, whatever the width and the number of rows: results do not depend on either. */
+/* attend_tile_<WIDTH>: attention of queries to a tile, with vectors of WIDTH floats. Included by
+   attention_tiles.c for each width. Every number is summed in the order of `depth`, so results depend
+   neither on the width nor on the number of rows. */
 
 #define JOIN_(name, width) name##_##width
 #define JOIN(name, width) JOIN_(name, width)
@@ -13,8 +13,8 @@
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
-/* c (+)= a b for `rows` x `count` vectors, which fit the registers; both are constants. Fetches stand
-   between runs of steps: more often they cost more. */
+/* Computes c = a b, or c += a b if `adds`, for `rows` x `count` vectors, which fit the registers; both are
+   constants. Calls `fetch` twice per FETCH_EVERY steps, because more frequent calls cost more. */
 INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
                     int64_t b_stride, int64_t depth, const int adds, const int rows, const int count,
                     struct ahead *ahead) {
@@ -45,8 +45,8 @@ INLINE void product(float *c, int64_t c_stride, const float *a, int64_t a_stride
     }
 }
 
-/* The same for any number of columns that is a multiple of 16. About eight to twelve sums at once
-   keep the arithmetic units busy. */
+/* Computes `product` for `width` columns, a multiple of 16. Eight to twelve sums at once keep the
+   arithmetic units busy. */
 INLINE void columns(float *c, int64_t c_stride, const float *a, int64_t a_stride, const float *b,
                     int64_t b_stride, int64_t depth, int64_t width, const int adds, const int rows,
                     struct ahead *ahead) {
@@ -64,7 +64,7 @@ INLINE void columns(float *c, int64_t c_stride, const float *a, int64_t a_stride
     }
 }
 
-/* Adds the tile to queries [i, i + rows), of which the last sees the most keys. */
+/* Adds the tile to the online softmax of queries [i, i + rows); the last attends to the most keys. */
 INLINE void attend_strip(const struct queries *queries, int64_t i, const struct tile *tile, int64_t dim,
                          struct ahead *ahead, const int rows) {
     const int64_t depth = visible(queries, i + rows - 1, tile->start, tile->count), width = (depth + 15) / 16 * 16;
@@ -82,7 +82,7 @@ INLINE void attend_strip(const struct queries *queries, int64_t i, const struct 
     columns(sums, dim, scores, MAX_TOKENS, tile->v, dim, depth, dim, 1, rows, ahead);
 }
 
-/* Adds the tile to queries [first, last), in strips that fill the registers well: one or three rows do not. */
+/* Adds the tile to queries [first, last), in strips of rows that fill the registers well: not 1 or 3 if possible. */
 INLINE void attend_strips(const struct queries *queries, int64_t first, int64_t last,
                           const struct tile *tile, int64_t dim, struct ahead *ahead) {
     for (int64_t i = first, rows; i < last; i += rows) {
@@ -99,7 +99,8 @@ INLINE void attend_strips(const struct queries *queries, int64_t first, int64_t 
     }
 }
 
-/* Without `ahead`, as in prefill, the products have no fetches in them: these cost a fifth of the time. */
+/* Adds the tile to queries [first, last). With `ahead` NULL, as in prefill, the products are compiled without
+   fetches, which would cost a fifth of the time. */
 static void JOIN(attend_tile, WIDTH)(const struct queries *queries, int64_t first, int64_t last,
                                      const struct tile *tile, int64_t dim, struct ahead *ahead) {
     if (ahead) attend_strips(queries, first, last, tile, dim, ahead);

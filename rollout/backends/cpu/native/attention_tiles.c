@@ -1,11 +1,11 @@
-/* Queries against a tile of a context: both products are plain ones, as in FlashAttention-2 (Dao 2023),
-   because K is packed transposed. A query's result depends neither on which queries go with it nor on
-   the width of the vectors: decoding, and prefill by these tiles, give a token the same bits. */
+/* Attention of queries to a tile of a context; see attention_tiles.h. K is packed transposed, so that both products are
+   plain ones, as in FlashAttention-2 (Dao 2023). A query's result depends neither on the other queries nor on the width
+   of the vectors, so decode, and prefill by these tiles, give a token the same bits. */
 
 #include "attention_tiles.h"
 
 #define STRIP 6       /* queries whose sums stay in registers */
-#define FETCH_EVERY 8 /* steps of a product, which are roughly the work of two of packing: two fetches */
+#define FETCH_EVERY 8 /* steps of a product for every two fetches; packing has one fetch for about half as much work */
 
 #define WIDTH 8
 #include "attention_tile.h"
@@ -30,7 +30,7 @@ void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, in
     attend_tile_8(queries, first, last, tile, dim, ahead);
 }
 
-/* K of `count` tokens, at most eight, from the i-th on; those that are missing have zero keys. */
+/* Packs K of `count` tokens from the i-th on, as LANES tokens: missing ones have keys of zeros. */
 INLINE void pack_keys(const char *const *tokens, int64_t i, const int count, int64_t offset, int64_t dim,
                       const int64_t type, struct tile *tile, struct ahead *ahead) {
     float *out = tile->k + i;
@@ -45,6 +45,7 @@ INLINE void pack_keys(const char *const *tokens, int64_t i, const int count, int
     }
 }
 
+/* Packs a tile from a cache of `type`. `k_offset`, `v_offset`: where the KV head's K and V lie in a token. */
 INLINE void pack_as(const struct place *place, int64_t k_offset, int64_t v_offset, int64_t dim,
                     const int64_t type, struct tile *tile, struct ahead *ahead) {
     const int64_t count = place->count;

@@ -1,14 +1,15 @@
-/* Tiles of a context: finds, prefetches and packs them, and attends from queries to one. */
+/* Tiles of a context: prefetches and packs them, and attends from queries to one. Implemented by
+   attention_tiles.c, used by decode.c and prefill.c. */
 
 #ifndef ROLLOUT_ATTENTION_TILES_H
 #define ROLLOUT_ATTENTION_TILES_H
 
 #include "attention_queries.h"
 
-#define MAX_TOKENS 64     /* of a tile, a multiple of 16 */
-#define TILE_NUMBERS 2048 /* of K: packed K and V together leave half of a first-level cache */
+#define MAX_TOKENS 64     /* tokens of a tile at most, a multiple of 16 */
+#define TILE_NUMBERS 2048 /* numbers of K in a tile: packed K and V fill half of a first-level cache */
 
-/* Tokens of a tile. A row's tiles begin at multiples of this. */
+/* Returns the number of tokens of a tile. A row's tiles begin at multiples of it. */
 INLINE int64_t tile_capacity(int64_t dim) {
     const int64_t fitting = TILE_NUMBERS / dim / 16 * 16;
     return fitting < 16 ? 16 : fitting < MAX_TOKENS ? fitting : MAX_TOKENS;
@@ -20,22 +21,25 @@ struct place {
     const char *tokens[MAX_TOKENS];
 };
 
-/* One KV head of a tile, packed. */
+/* K and V of one KV head of tokens [start, start + count), packed. */
 struct tile {
     int64_t start, count, capacity;
     float *k, *v; /* [dim][capacity], [token][dim] */
 };
 
-/* What will be needed next: K and V of tokens, in stretches of memory. A few lines are fetched now
-   and then while work goes on: processors drop prefetches that come in bursts. */
+/* The memory to prefetch while work on the tile before it goes on: K and V of tokens, in contiguous runs. Each
+   `fetch` prefetches a few cache lines, because processors drop prefetches that come in bursts. */
 struct ahead {
-    const char *const *tokens;
-    int64_t runs_per_token, run_bytes, skipped, v_bytes;
+    const char *const *tokens;       /* addresses of the tokens in the cache */
+    int64_t runs_per_token;          /* 2 if K and V are not contiguous, else 1 */
+    int64_t run_bytes;
+    int64_t skipped, v_bytes;        /* from a token's address to its first run, and from there to its second */
     int64_t lines_per_fetch;
-    int64_t run, num_runs;
-    const char *position, *end; /* of run `run` */
+    int64_t run, num_runs;           /* number of the run that is prefetched now, and of all runs */
+    const char *position, *end;      /* the rest of this run */
 };
 
+/* Starts run `ahead->run`, unless all runs are done. */
 INLINE void begin_run(struct ahead *ahead) {
     if (ahead->run == ahead->num_runs) return;
     const int64_t token = ahead->run / ahead->runs_per_token, is_v = ahead->run % ahead->runs_per_token;
@@ -43,7 +47,7 @@ INLINE void begin_run(struct ahead *ahead) {
     ahead->end = ahead->position + ahead->run_bytes;
 }
 
-/* Prefetches at most `lines_per_fetch` lines of one run; no-op for NULL. */
+/* Prefetches `lines_per_fetch` cache lines of the current run. Does nothing for NULL, and after the last run. */
 INLINE void fetch(struct ahead *ahead) {
     if (!ahead || ahead->run == ahead->num_runs) return;
     const char *position = ahead->position;
@@ -54,13 +58,15 @@ INLINE void fetch(struct ahead *ahead) {
     begin_run(ahead);
 }
 
-/* Number of calls of `fetch` that the two functions below make, for `count` tokens and some queries of a KV head. */
+/* Returns about how many times `pack_tile` and `attend_tile` call `fetch`, for `count` tokens and `queries` queries of
+   a KV head. */
 int64_t fetches_of_tile(int64_t count, int64_t queries, int64_t dim);
 
+/* Packs K and V of one KV head of the tokens at `place`. `ahead` may be NULL. */
 void pack_tile(const struct attention *a, const struct place *place, int64_t kv_head, struct tile *tile,
                struct ahead *ahead);
 
-/* Adds the tile to the online softmax of queries [first, last). */
+/* Adds the tile to the online softmax of queries [first, last). `ahead` may be NULL. */
 void attend_tile(int64_t lanes, const struct queries *queries, int64_t first, int64_t last,
                  const struct tile *tile, int64_t dim, struct ahead *ahead);
 

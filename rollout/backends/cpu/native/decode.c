@@ -1,24 +1,24 @@
-/* Attention of single tokens to their paged context.
+/* Attention of decode rows, of one token each, to their paged contexts; and writing K and V to the cache.
+   Called from Python (attention.py) and decoder.c.
 
-   A context is read in tiles of tokens, in order, with an online softmax (Milakov and Gimelshein
-   2018). Decoding many rows is bound by reading the cache, hence two things. The next tile is
-   prefetched while a tile is worked on. And a tile that is in the contexts of several rows, as a
-   prompt is in those of its samples, is read once for all of them (cascade attention; Juravsky et
-   al. 2024, "Hydragen"). A row goes through the same tiles in the same order and with the same
-   arithmetic whether it shares them or not, so its result does not depend on the other rows. */
+   A context is read in tiles of tokens, in order, with an online softmax (Milakov and Gimelshein 2018).
+   Decoding many rows is bound by reading the cache. So the next tile is prefetched during the work on a tile,
+   and a tile that several rows share, as samples share their prompt, is read once for all of them (cascade
+   attention; Juravsky et al. 2024, "Hydragen"). A row goes through the same tiles in the same order and with
+   the same arithmetic whether it shares them or not, so its result does not depend on the other rows. */
 
 #include "attention_tiles.h"
 
-#define STATE_BYTES (512 * 1024) /* state of rows processed together: about a second-level cache */
+#define STATE_BYTES (512 * 1024) /* state of rows that are processed together: about a second-level cache */
 
-/* KV heads [kv_first, kv_last) of some rows, sorted so that rows with a common prefix are adjacent.
-   Queries are [KV head, row, query head of the group]. */
+/* The work on KV heads [kv_first, kv_last) of some rows, which are sorted so that rows with a common prefix
+   are adjacent. Queries are [KV head, row, query head of the group]. */
 struct job {
     const struct attention *a;
     const int32_t *rows;
     int64_t num_rows, kv_first, kv_last, group;
     struct queries queries;
-    struct tile tile; /* the buffer for one */
+    struct tile tile; /* buffers for one packed tile */
 };
 
 /* Tokens [start, end) of the contexts of sorted rows [first, last), which share them. */
@@ -37,7 +37,7 @@ static int64_t shared_tokens(const struct attention *a, int64_t row, int64_t oth
     return tokens / tile_capacity(a->dim) * tile_capacity(a->dim);
 }
 
-/* Compares rows by the blocks of their contexts, then by length. */
+/* Returns whether a row comes before another one, by the blocks of their contexts, then by length. */
 static int comes_before(const struct attention *a, int64_t row, int64_t other) {
     const int32_t *table = a->tables + row * a->table_stride;
     const int32_t *other_table = a->tables + other * a->table_stride;
@@ -49,7 +49,7 @@ static int comes_before(const struct attention *a, int64_t row, int64_t other) {
     return a->context_lens[row] < a->context_lens[other];
 }
 
-/* Sorts by binary insertion: rows are few, and often in order. */
+/* Sorts the rows [first, last) into `rows` by binary insertion, because rows are few, and often in order. */
 static void sort_rows(const struct attention *a, int64_t first, int64_t last, int32_t *rows) {
     for (int64_t row = first; row < last; row++) {
         int64_t low = 0, count = row - first, high = count;
@@ -64,9 +64,9 @@ static void sort_rows(const struct attention *a, int64_t first, int64_t last, in
     }
 }
 
-/* Append the segments of sorted rows [first, last), from `start` on, up to which they share all:
-   first what all of them share besides, then, group by group, what fewer share. At most two for
-   each row. Returns the number of segments. */
+/* Appends the segments of sorted rows [first, last) from token `start` on; up to it the rows share all tokens.
+   First comes what all of the rows share beyond it, then, group by group, what fewer rows share. Appends at
+   most two segments per row. Returns the new number of segments. */
 static int64_t find_segments(const struct job *job, int64_t first, int64_t last, int64_t start,
                              struct segment *segments, int64_t count) {
     const struct attention *a = job->a;
@@ -83,7 +83,8 @@ static int64_t find_segments(const struct job *job, int64_t first, int64_t last,
     return count;
 }
 
-/* Drops tokens of segments that no row of theirs sees. Returns the number of segments left. */
+/* Drops tokens of segments to which none of the segment's rows attends, because of the window. Returns the
+   number of segments left. */
 static int64_t trim_segments(const struct job *job, struct segment *segments, int64_t count) {
     const int64_t capacity = job->tile.capacity;
     int64_t left = 0;
@@ -100,6 +101,7 @@ static int64_t trim_segments(const struct job *job, struct segment *segments, in
     return left;
 }
 
+/* Finds the addresses of the segment's tile that begins at token `start`. */
 static void find_tile(const struct job *job, const struct segment *segment, int64_t start, struct place *place) {
     const int64_t left = segment->end - start;
     place->start = start;
@@ -107,7 +109,7 @@ static void find_tile(const struct job *job, const struct segment *segment, int6
     find_tokens(job->a, job->rows[segment->first], start, place->count, place->tokens);
 }
 
-/* Plans to prefetch `next` while `queries` queries of each KV head attend to `count` tokens. */
+/* Returns a plan to prefetch the tile at `next` while `queries` queries of each KV head attend to `count` tokens. */
 static struct ahead look_ahead(const struct job *job, const struct place *next, int64_t count,
                                int64_t queries) {
     const struct attention *a = job->a;
@@ -128,7 +130,7 @@ static struct ahead look_ahead(const struct job *job, const struct place *next, 
     return ahead;
 }
 
-/* Adds the tile at `place` to the segment's queries, while the tile at `next` is prefetched. */
+/* Adds the tile at `place` to the online softmax of the segment's queries, and prefetches the tile at `next`. */
 static void attend_place(const struct job *job, const struct segment *segment, const struct place *place,
                          const struct place *next) {
     const struct attention *a = job->a;
@@ -142,6 +144,7 @@ static void attend_place(const struct job *job, const struct segment *segment, c
     }
 }
 
+/* Attends from all queries of a job, and writes their outputs. */
 static void decode_rows(const struct job *job) {
     const struct attention *a = job->a;
     const int64_t group = job->group, num_queries = (job->kv_last - job->kv_first) * job->num_rows * group;
@@ -173,7 +176,7 @@ static void decode_rows(const struct job *job) {
     }
 }
 
-/* Attends for KV heads [kv_first, kv_last) of rows [first, last). */
+/* Attends for KV heads [kv_first, kv_last) of rows [first, last), in jobs whose state fits the cache. */
 static void decode_heads(const struct attention *a, int64_t first, int64_t last, int64_t kv_first,
                          int64_t kv_last) {
     if (first >= last) return;
@@ -193,7 +196,7 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
         struct job job = {.a = a, .rows = rows + i, .num_rows = left < most ? left : most,
                           .kv_first = kv_first, .kv_last = kv_last, .group = group};
         job.tile = (struct tile){.capacity = tile, .k = buffer, .v = buffer + tile * a->dim};
-        job.queries.position = INT32_MAX, job.queries.per_position = 1; /* all later keys are seen */
+        job.queries.position = INT32_MAX, job.queries.per_position = 1; /* the last token attends to all keys */
         job.queries.softcap = (float)a->softcap;
         job.queries.q = buffer + 2 * tile * a->dim;
         job.queries.sums = job.queries.q + num_queries * a->dim;
@@ -202,16 +205,16 @@ static void decode_heads(const struct attention *a, int64_t first, int64_t last,
     }
 }
 
-/* Returns the first row of which more than half of the context lies beyond that many tokens of all contexts. */
+/* Returns the first row with more than half of its context beyond the first `tokens` tokens of all contexts. */
 static int64_t row_beyond(const struct attention *a, int64_t first, int64_t last, int64_t tokens) {
     int64_t row = first, before = 0;
     for (; row < last && before + a->context_lens[row] / 2 < tokens; row++) before += a->context_lens[row];
     return row;
 }
 
-/* One of `parts` parts of rows [first, last), one query token each, for threads: about equal numbers
-   of tokens, counted for each KV head. The head dim is a multiple of 16. Parts are whole KV heads
-   as far as possible, so that none reads what another reads. */
+/* Computes part `part` of `parts` of rows [first, last), one query token each, for one thread. Parts have about
+   equal numbers of tokens times KV heads. They are whole KV heads as far as possible, so that no two threads
+   read the same memory. The head dim must be a multiple of 16. */
 EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part,
                                int64_t parts) {
     int64_t tokens = 0;
@@ -231,7 +234,7 @@ EXPORT void attend_decode_part(const struct attention *a, int64_t first, int64_t
     if (end_head < a->kv_heads) decode_heads(a, row, end_row, end_head, end_head + 1);
 }
 
-/* Writes each token's K at its slot, and its V unless the cache holds K alone. */
+/* Writes each token's K to its slot in the cache, and its V unless the cache holds K alone. */
 EXPORT void write_tokens(const struct attention *a) {
     const int64_t kv_size = a->kv_heads * a->dim;
     for (int64_t i = 0; i < a->tokens; i++) {

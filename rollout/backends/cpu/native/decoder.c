@@ -1,9 +1,9 @@
-/* A whole forward pass of a decoder of attention and gated MLPs in one call: the same arithmetic as
-   the layers one by one, in the same order, without Python in between.
+/* A whole forward pass of a decoder, of attention and gated MLPs, in one call from Python (decoder.py): the same
+   arithmetic as the layers one by one, in the same order.
 
    Every thread runs `forward` and takes a fixed share of each phase; a barrier ends a phase. In a group of
-   processes that share the decoder, each has some heads, columns of the MLP and rows of the embedding; their
-   results are summed between phases, by a call that returns when all processes have made it. */
+   processes that share the decoder, each has some heads, columns of the MLP and rows of the embedding. Their
+   results are summed between phases by `add_up`, a collective of the processes. */
 
 #include "layers.h"
 #include "linear.h"
@@ -13,43 +13,48 @@
 #include <omp.h>
 #endif
 
-#define TOKENS_AT_ONCE 256 /* whose gated activations, the widest buffer, exist at once */
+#define TOKENS_AT_ONCE 256 /* tokens whose gated activations, the widest buffer, exist at once */
 
+/* The weight of a product. */
 struct weight {
     const void *packed; /* as in struct linear */
     const float *bias;  /* or NULL */
     int64_t outputs;
 };
 
-/* Two residual branches. Norms may be NULL: those before and after each mixer, and of heads. */
+/* A layer: attention and an MLP, each a residual branch. All norms may be NULL: before and after each branch, and of
+   query and key heads. */
 struct layer {
     const float *attention_norm, *attention_after, *mlp_norm, *mlp_after, *q_norm, *k_norm;
     struct weight qkv, output, gate_up, down;
     void *cache;
     const float *cos, *sin;  /* [positions, dim], or NULL for no rotation */
-    const int64_t *order;    /* of the dims of query and key heads, or NULL */
-    const float *sinks;
+    const int64_t *order;    /* the order that the dims of query and key heads must get, or NULL */
+    const float *sinks;      /* this and the fields below without a comment: as in struct attention */
     int64_t window;
-    int64_t is_parallel;     /* the MLP reads what attention has read */
+    int64_t is_parallel;     /* the MLP reads the same input as attention */
     int64_t has_whole_norms; /* q_norm and k_norm are over all heads together */
     double scale, softcap;
 };
 
+/* The weights and constants of a decoder. */
 struct decoder {
     const struct layer *layers;
-    const void *embedding; /* float32 or bfloat16, as the packed weights, and packed or not as they are */
+    const void *embedding; /* of the dtype of the packed weights; in panels or not, see embedding_width */
     const float *final_norm;
-    int64_t embedding_width; /* of its panels: 1 for [vocabulary, hidden] */
+    int64_t embedding_width; /* outputs of an embedding's panel; 1 for a plain [vocabulary, hidden] */
     int64_t num_layers, hidden, lanes, is_bfloat16;
     int64_t is_layer_norm, is_gelu;
-    int64_t growth_positions; /* queries grow with the logarithm of how often these were passed */
+    int64_t growth_positions; /* queries are multiplied by 1 + query_growth ln(1 + floor(position / this)) */
     double eps, embedding_multiplier, residual_multiplier, query_growth;
     void (*add_up)(void *context, float *x, int64_t count); /* sums over the group, in place; NULL without a group */
     void *context;
-    int64_t first_id, num_ids;          /* the ids whose embeddings are here */
-    int64_t q_size, k_size, counts_k;   /* of whole norms, over the group; counts_k is 0 if a lower rank has these k */
+    int64_t first_id, num_ids;          /* the token ids whose embeddings this process has */
+    int64_t q_size, k_size;             /* dims of whole norms, over the group */
+    int64_t counts_k;                   /* 0 if a lower rank has the same key heads, which then count once */
 };
 
+/* The inputs, outputs and work buffers of one forward pass. */
 struct pass {
     float *out;                         /* [kept, hidden] */
     const int64_t *token_ids, *positions, *kept;
@@ -57,20 +62,22 @@ struct pass {
     float *normed;                      /* [tokens, max(hidden, heads * dim)] */
     float *fused;                       /* [tokens, (heads + 2 * kv_heads) * dim] */
     float *wide;                        /* [min(tokens, TOKENS_AT_ONCE), 3 * intermediate] */
-    float *added;                       /* [max(tokens, kept), hidden], where branches need it */
-    float *squares;                     /* [tokens, 2], in a group: the sums of q and of k */
+    float *added;                       /* [max(tokens, kept), hidden], if a branch is not added directly */
+    float *squares;                     /* [tokens, 2], in a group: sums of squares of q and of k */
     char *scratch;                      /* [threads, prefill_scratch_bytes()] */
     int64_t num_kept, rows, decode_rows, threads;
-    int64_t unit;                       /* of all products, as in struct linear */
-    struct attention attention;         /* of float32 tokens; without out, q, k, v, strides and cache */
+    int64_t unit;                       /* unit of all products, as in struct linear */
+    struct attention attention;         /* of float32 tokens; without out, q, k, v, their strides and cache */
 };
 
 EXPORT int64_t decoder_tokens_at_once(void) { return TOKENS_AT_ONCE; }
 
+/* Thread `index` of the `count` threads that run a pass. */
 struct thread {
     int64_t index, count;
 };
 
+/* Return the bounds of this thread's share of `items`. */
 INLINE int64_t first_of(struct thread t, int64_t items) { return items * t.index / t.count; }
 
 INLINE int64_t end_of(struct thread t, int64_t items) { return items * (t.index + 1) / t.count; }
@@ -81,7 +88,7 @@ INLINE void barrier(struct thread t) {
     }
 }
 
-/* Sums x, which all threads have written, over the group. */
+/* Sums x over the group of processes, in place. All threads must have written it and passed a barrier. */
 static void add_up(const struct decoder *d, struct thread t, float *x, int64_t count) {
     if (!d->add_up) return;
     if (t.index == 0) d->add_up(d->context, x, count);
@@ -98,6 +105,7 @@ INLINE void scale_row(float *x, float factor, int64_t dim) {
     for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * factor);
 }
 
+/* Writes the tokens' embeddings to the residual stream, summed over the group. */
 static void embed(const struct decoder *d, const struct pass *p, struct thread t) {
     const int64_t type = d->is_bfloat16 ? BFLOAT16 : FLOAT32, tokens = p->attention.tokens;
     const int64_t width = d->embedding_width;
@@ -117,6 +125,7 @@ static void embed(const struct decoder *d, const struct pass *p, struct thread t
     add_up(d, t, p->residual, tokens * d->hidden);
 }
 
+/* Computes y = x w^T + bias, or adds it to y if `accumulate`. */
 static void multiply(const struct decoder *d, const struct pass *p, struct thread t, const struct weight *w, float *y,
                      const float *x, int64_t tokens, int64_t inputs, int accumulate) {
     const struct linear a = {
@@ -134,7 +143,7 @@ INLINE void norm_token(const struct decoder *d, float *out, const float *x, cons
     else norm_row(out, x, weight, d->hidden, (float)d->eps);
 }
 
-/* Returns the input of a branch: x, or x normed in `normed` if there is a norm. */
+/* Returns the input of a branch: x if `weight` is NULL, else `normed`, to which the normed x is written. */
 static const float *norm(const struct decoder *d, struct thread t, float *normed, const float *x,
                          const float *weight, int64_t tokens) {
     if (!weight) return x;
@@ -145,7 +154,7 @@ static const float *norm(const struct decoder *d, struct thread t, float *normed
     return normed;
 }
 
-/* Returns whether a mixer's output is added to the residual stream unchanged. */
+/* Returns whether a branch's output is added to the residual stream unchanged. `after`: the norm after it, or NULL. */
 INLINE int is_added_directly(const struct decoder *d, const struct layer *layer, const float *after) {
     return !after && !layer->is_parallel && d->residual_multiplier == 1 && !d->add_up;
 }
@@ -169,7 +178,7 @@ INLINE void reorder_head(float *head, const int64_t *order, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) head[i] = old[order[i]];
 }
 
-/* Computes the sums of squares for whole norms, over the group. */
+/* Computes the sums of squares of q and k for whole norms, over the group. */
 static void sum_squares(const struct decoder *d, const struct pass *p, struct thread t, const struct attention *a) {
     const int64_t q_size = a->heads * a->dim, k_size = a->kv_heads * a->dim;
     for (int64_t i = first_of(t, a->tokens); i < end_of(t, a->tokens); i++) {
@@ -181,8 +190,8 @@ static void sum_squares(const struct decoder *d, const struct pass *p, struct th
     add_up(d, t, p->squares, 2 * a->tokens);
 }
 
-/* Norms, reorders and rotates the query and key heads of this thread's tokens in place, as the layer does,
-   and writes their K and V into the cache. */
+/* Norms, reorders and rotates the query and key heads of this thread's tokens in place, as the layer says, and
+   writes their K and V to the cache. */
 static void enter_cache(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                         const struct attention *a) {
     const int64_t first = first_of(t, a->tokens), end = end_of(t, a->tokens), dim = a->dim;
@@ -223,14 +232,15 @@ static void attend(const struct pass *p, struct thread t, const struct attention
     barrier(t);
 }
 
-/* Copies the rows `kept` of x, `width` wide, next to each other. */
+/* Copies the kept rows of x, `width` numbers each, to `out`, one after the other. */
 static void gather(const struct pass *p, struct thread t, float *out, const float *x, int64_t width) {
     for (int64_t i = first_of(t, p->num_kept); i < end_of(t, p->num_kept); i++) {
         memcpy(out + i * width, x + p->kept[i] * width, width * sizeof(float));
     }
 }
 
-/* Runs the MLP branch; if branches are parallel, `p->added` holds the output of attention. */
+/* Runs the MLP branch and adds it to the residual stream. If branches are parallel, `p->added` holds the output of
+   attention, which is added as well. */
 static void feed_forward(const struct decoder *d, const struct pass *p, struct thread t, const struct layer *layer,
                          float *residual, int64_t tokens) {
     const int64_t size = layer->gate_up.outputs / 2;
@@ -253,6 +263,7 @@ static void feed_forward(const struct decoder *d, const struct pass *p, struct t
     if (!is_direct) add_branch(d, p, t, layer->mlp_after, residual, tokens);
 }
 
+/* Runs this thread's share of the forward pass. */
 static void forward(const struct decoder *d, const struct pass *p, struct thread t) {
     struct attention a = p->attention;
     const int64_t heads_size = a.heads * a.dim;
@@ -285,7 +296,8 @@ static void forward(const struct decoder *d, const struct pass *p, struct thread
     norm(d, t, p->out, p->out, d->final_norm, p->num_kept);
 }
 
-/* Computes final-normed hidden states of the kept tokens. Writes K and V of all tokens into the caches. */
+/* Writes the hidden states of the kept tokens after the final norm to `p->out`, and K and V of all tokens to the
+   caches. */
 EXPORT void decoder_forward(const struct decoder *d, const struct pass *p) {
 #ifdef _OPENMP
     if (p->threads > 1) {

@@ -1,8 +1,9 @@
-/* Routed experts: for each token the weighted sum of the gated feed-forward networks that it was sent to.
+/* Routed experts: for each token the weighted sum of its experts, which are gated feed-forward networks. Called from
+   Python (experts.py): sort_experts, then experts_gate_up_part, then experts_down_part.
 
-   Tokens are sorted by expert, and each expert's weights are read once, for all of its tokens (of large
-   batches, for TOKENS_AT_ONCE). A sum's terms are added in the same order whatever tokens are beside it,
-   and a token's experts in the order of their ids: what a token gets does not depend on the others. */
+   Tokens are sorted by expert, and each expert's weights are read once for all of its tokens, or once for every
+   TOKENS_AT_ONCE of them. The terms of a sum, and a token's experts, are added in an order that does not depend on
+   the other tokens. So a token's result does not depend on them. */
 
 #include "layers.h"
 
@@ -10,8 +11,8 @@
 
 enum { SILU, GELU_TANH, CLAMPED_SWIGLU };
 
-/* A gated feed-forward network for each expert, and the experts of each token. Sizes are multiples of 8.
-   An assignment is a token's place among its experts: token * per_token + k. */
+/* The weights of all experts, and the experts of each token. Sizes are multiples of 8. An assignment is the k-th
+   expert of a token, numbered token * per_token + k. */
 struct experts {
     float *out;           /* [tokens, hidden], zeros before `experts_down_part`; all arrays are contiguous */
     const float *x;       /* [tokens, hidden] */
@@ -21,8 +22,8 @@ struct experts {
     const void *down;     /* [experts, hidden, size], of the same type, as are the biases */
     const void *gate_up_bias, *down_bias; /* [experts, 2 * size] and [experts, hidden], or NULL */
     int64_t *starts;      /* [experts + 1]: a work buffer, like the next two */
-    int64_t *order;       /* [tokens * per_token]: assignments sorted by expert */
-    float *active;        /* [tokens * per_token, size]: activations in this order */
+    int64_t *order;       /* [tokens * per_token]: assignments, sorted by expert */
+    float *active;        /* [tokens * per_token, size]: activations, in the order of `order` */
     int64_t tokens, per_token, experts, hidden, size;
     int64_t type;         /* FLOAT32 or BFLOAT16, of gate_up and down */
     int64_t lanes;        /* 8 for 256-bit vectors; 0 for the widest there are */
@@ -30,8 +31,8 @@ struct experts {
     double alpha, limit;  /* of CLAMPED_SWIGLU */
 };
 
-#define TOKENS_AT_ONCE 96 /* of one expert, whose x fits the second cache */
-#define ROWS 8
+#define TOKENS_AT_ONCE 96 /* tokens of one expert, whose x fits the second-level cache */
+#define ROWS 8            /* rows of a weight that are multiplied at once */
 
 #define WIDTH 8
 #define MAX_TOKENS 3 /* 12 sums in 16 registers */
@@ -45,7 +46,7 @@ struct experts {
 #else
 #define SHUFFLE16_(a, b, ...) __builtin_shuffle(a, b, (words_16){__VA_ARGS__})
 #endif
-/* Chooses the same 4 numbers in each quarter. */
+/* Shuffles each quarter of the vectors in the same way. */
 #define SHUFFLE16(a, b, i, j, k, l) SHUFFLE16_(a, b, i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, \
                                                k + 8, l + 8, i + 12, j + 12, k + 12, l + 12)
 #define WIDTH 16
@@ -55,7 +56,7 @@ struct experts {
 #undef MAX_TOKENS
 #endif
 
-/* Multiplies 8 rows of a weight from `row` on with the tokens of x: y[token * y_stride + row]. */
+/* Multiplies 8 rows of a weight, from `row` on, with the tokens of x, into y[token * y_stride + row]. */
 static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, const void *weight, int64_t row,
                           int64_t inputs, const float *const *x, int64_t tokens, float *room) {
     const char *w = (const char *)weight + row * inputs * size_of(a->type);
@@ -68,7 +69,7 @@ static void multiply_rows(const struct experts *a, float *y, int64_t y_stride, c
     multiply_rows_8(y, y_stride, w, inputs, x, tokens, a->type, room);
 }
 
-/* Sorts the assignments by expert, stably, by counting. */
+/* Sorts the assignments by expert, stably, by counting. Writes `starts` and `order`. */
 EXPORT void sort_experts(const struct experts *a) {
     const int64_t count = a->tokens * a->per_token;
     memset(a->starts, 0, (a->experts + 1) * sizeof(int64_t));
@@ -83,7 +84,7 @@ INLINE void activate(const struct experts *a, float *out, const float *gate_up) 
     else clamped_swiglu_row(out, gate_up, ROWS, (float)a->alpha, (float)a->limit);
 }
 
-/* Computes activations of rows [first, last), 8 at a time, of one expert for assignments [start, end) in order. */
+/* Computes the activations of one expert, groups of 8 rows [first, last), for sorted assignments [start, end). */
 static void gate_up_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                        int64_t last, float *room) {
     const float *x[TOKENS_AT_ONCE];
@@ -104,7 +105,7 @@ static void gate_up_of(const struct experts *a, int64_t expert, int64_t start, i
     }
 }
 
-/* Adds rows [first, last), 8 at a time, of one expert's output for assignments [start, end) in order. */
+/* Adds one expert's output, groups of 8 rows [first, last), to `out` for sorted assignments [start, end). */
 static void down_of(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                     int64_t last, float *room) {
     const float *x[TOKENS_AT_ONCE];
@@ -126,7 +127,7 @@ static void down_of(const struct experts *a, int64_t expert, int64_t start, int6
 typedef void (*of_expert)(const struct experts *a, int64_t expert, int64_t start, int64_t end, int64_t first,
                           int64_t last, float *room);
 
-/* Runs the work on rows [first, last), 8 at a time, of all experts in use, in order. `inputs`: size of a row. */
+/* Runs `function` on groups of 8 rows [first, last) of all experts in use, in order. `inputs`: numbers of a row. */
 INLINE void of_experts(of_expert function, const struct experts *a, int64_t first, int64_t last, int64_t inputs) {
     float *room = a->type == BFLOAT16 ? malloc(4 * inputs * sizeof(float)) : NULL;
     for (int64_t e = 0; e < a->experts; e++) {
@@ -138,8 +139,8 @@ INLINE void of_experts(of_expert function, const struct experts *a, int64_t firs
     free(room);
 }
 
-/* After `sort_experts`, each done before the next begins: items [first, last) are groups of 8 of `size`, and
-   of `hidden`. */
+/* Compute all activations, and then all outputs. Items [first, last) are groups of 8 of the `size` rows of gates and
+   ups, and of the `hidden` rows of the output. */
 EXPORT void experts_gate_up_part(const void *args, void *scratch, int64_t first, int64_t last) {
     const struct experts *a = args;
     (void)scratch;

@@ -1,5 +1,5 @@
-/* multiply_rows_<WIDTH>, products of 8 rows of a weight with some tokens, with vectors of WIDTH floats along the
-   rows. experts.c includes it for each width, with MAX_TOKENS. */
+/* multiply_rows_<WIDTH>: products of 8 rows of a weight with some tokens, with vectors of WIDTH floats along the rows.
+   Included by experts.c for each width. MAX_TOKENS: tokens of a tile at most. */
 
 #include "wide.h"
 
@@ -9,7 +9,7 @@
 #define tiles_of JOIN(experts_tiles_of, WIDTH)
 #define multiply_rows JOIN(multiply_rows, WIDTH)
 
-/* Sums each of 4 vectors. */
+/* Returns the sum of each of 4 vectors. */
 INLINE v4f sums_of_rows(const vec *rows) {
     const vec a = rows[0], b = rows[1], c = rows[2], d = rows[3];
 #if WIDTH == 8
@@ -26,7 +26,7 @@ INLINE v4f sums_of_rows(const vec *rows) {
 #endif
 }
 
-/* Multiplies 4 rows with `tokens` tokens: y[token * y_stride + row]. Prefetches `next`, which is read afterwards. */
+/* Multiplies 4 rows with `tokens` tokens, a constant, into y[token * y_stride + row]. Prefetches the rows at `next`. */
 INLINE void tile(float *y, int64_t y_stride, const char *w, const char *next, int64_t inputs,
                  const float *const *x, const int tokens, const int is_bfloat16) {
     const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float), row = inputs * size;
@@ -48,6 +48,7 @@ INLINE void tile(float *y, int64_t y_stride, const char *w, const char *next, in
     UNROLL for (int i = 0; i < tokens; i++) *(v4f *)(y + i * y_stride) = sums_of_rows(sums[i]);
 }
 
+/* Calls `tile` with a constant number of tokens. */
 INLINE void tile_of(float *y, int64_t y_stride, const char *w, const char *next, int64_t inputs,
                     const float *const *x, int64_t tokens, const int is_bfloat16) {
     switch (tokens) {
@@ -62,7 +63,7 @@ INLINE void tile_of(float *y, int64_t y_stride, const char *w, const char *next,
     }
 }
 
-/* Multiplies 4 rows with all tokens, in tiles of nearly equal size. The first prefetches the next rows. */
+/* Multiplies 4 rows with all tokens, in tiles of nearly equal size. The first tile prefetches the next 4 rows. */
 INLINE void tiles_of(float *y, int64_t y_stride, const char *w, int64_t inputs, const float *const *x,
                      int64_t tokens, const int is_bfloat16) {
     const int64_t tiles = (tokens + MAX_TOKENS - 1) / MAX_TOKENS;
@@ -73,7 +74,8 @@ INLINE void tiles_of(float *y, int64_t y_stride, const char *w, int64_t inputs, 
     }
 }
 
-/* Computes y[token * y_stride + row] of 8 rows. For many tokens, widens bfloat16 once, if `room` is not NULL. */
+/* Computes y[token * y_stride + row] of 8 rows. For many tokens, converts bfloat16 rows to float32 in `room` once,
+   unless it is NULL. */
 static void multiply_rows(float *y, int64_t y_stride, const char *w, int64_t inputs, const float *const *x,
                           int64_t tokens, int64_t type, float *room) {
     for (int64_t j = 0; j < 8; j += 4) {

@@ -1,7 +1,8 @@
-/* A hash of all elements' bits that says where each stood, and a copy of them in the same pass.
+/* The fingerprint of a tensor, which hashes all elements' bits and positions; and a copy in the same pass. Called
+   from Python (ops.py).
 
-   The bytes are read as 32-bit words w_0, w_1, ...; the hash is the sum of w_j key(j) modulo 2^64:
-   see rollout/backends/ops/fingerprint.py. A sum has no order, so threads may take parts of it. */
+   The bytes are read as 32-bit words w_0, w_1, ... and the hash is the sum of w_j key(j) modulo 2^64; see
+   rollout/backends/ops/fingerprint.py. The order of a sum does not matter, so threads may compute parts of it. */
 
 #include "vectors.h"
 #ifdef __AVX2__
@@ -9,17 +10,17 @@
 #endif
 
 #define COLUMNS 512
-#define FETCH_AHEAD 256 /* pairs of words: 2 KiB. A core alone does not ask memory for enough. */
+#define FETCH_AHEAD 256 /* pairs of words (2 KiB) between a read and its prefetch; the hardware prefetches too little */
 
 typedef uint64_t v4l __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint32_t v8w __attribute__((vector_size(32), aligned(2), may_alias));
 
-/* Halves of the keys of columns, in the low halves of lanes: low and high of the even columns, then
-   of the odd ones. */
+/* Halves of the keys of columns, each in the low half of a lane: low and high halves of the even columns, then low and
+   high halves of the odd columns. */
 static uint64_t keys[4][COLUMNS / 2] __attribute__((aligned(64)));
 
-/* SplitMix64 (Steele, Lea and Flood 2014), as in rollout/step/seeds.py, made odd. */
+/* Returns SplitMix64 (Steele, Lea and Flood 2014) of number, made odd. */
 INLINE uint64_t key_of(uint64_t number) {
     uint64_t z = number * 0x9E3779B97F4A7C15u + 1;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -41,7 +42,7 @@ INLINE uint64_t column_key(int64_t column) {
     return half[column / 2] | half[COLUMNS / 2 + column / 2] << 32;
 }
 
-/* Multiplies the low halves of lanes. */
+/* Returns the products of the low halves of lanes. */
 INLINE v4l mul_low(v4l a, v4l b) {
 #ifdef __AVX2__
     return (v4l)_mm256_mul_epu32((__m256i)a, (__m256i)b);
@@ -50,7 +51,7 @@ INLINE v4l mul_low(v4l a, v4l b) {
 #endif
 }
 
-/* Stores past the caches, which a copy of gigabytes would only flush, if the processor can. */
+/* Stores x without filling the caches, if the processor can: a copy of gigabytes would only flush them. */
 INLINE void store_streaming(char *out, v4l x) {
 #ifdef __AVX2__
     if (((uintptr_t)out & 31) == 0) {
@@ -63,15 +64,15 @@ INLINE void store_streaming(char *out, v4l x) {
 
 INLINE v4l load_pairs(const void *p) { return *(const v4l *)p; }
 
-/* How many of the elements in `word` are not finite. `size`, in bytes, is a constant of the caller,
-   here and below. */
+/* Returns how many elements in `word` are not finite. Here and below, `size` is the bytes of an element, a constant of
+   the caller, and `exponent` the bits of its exponent. */
 INLINE uint64_t bad_in(uint32_t word, const int size, uint32_t exponent) {
     if (size == 4) return (word & exponent) == exponent;
     return ((word & exponent) == exponent) + ((word >> 16 & exponent) == exponent);
 }
 
-/* sums += (hash, number of NaN and infinities) of `count` words in one row, the first in `column`.
-   Their bytes go to `out`, too, unless it is NULL. */
+/* Adds (hash, number of elements that are not finite) of `count` words in one row, the first in `column`, to `sums`.
+   Copies the words to `out` unless it is NULL. */
 INLINE void add_words(uint64_t *sums, const char *words, char *out, int64_t row, int64_t column, int64_t count,
                       const int size, uint32_t exponent) {
     uint64_t hash = 0, bad = 0;
@@ -110,7 +111,7 @@ INLINE void add_words(uint64_t *sums, const char *words, char *out, int64_t row,
     sums[1] += bad;
 }
 
-/* As above, for `count` consecutive elements, the first at `position`. */
+/* Does the same as `add_words` for `count` consecutive elements, the first at `position` in the tensor. */
 INLINE void add(uint64_t *sums, const char *values, char *out, int64_t position, int64_t count, const int size,
                 uint32_t exponent) {
     const int per_word = 4 / size;
@@ -134,9 +135,9 @@ INLINE void add(uint64_t *sums, const char *values, char *out, int64_t position,
     }
 }
 
-/* Of elements [first, last) of `values`, which begin at element `start` of a part of a tensor;
-   element k of the part stands at place + k / row_length * row_stride + k % row_length. `size` is 2
-   or 4. */
+/* Adds the fingerprint of elements [first, last) of `values` to `sums`. `values` begins at element `start` of a part of
+   a tensor. Element k of the part is at place + k / row_length * row_stride + k % row_length in the tensor. `size` is
+   2 or 4. */
 EXPORT void fingerprint(uint64_t *sums, const char *values, int64_t size, int64_t exponent, int64_t start,
                         int64_t place, int64_t row_length, int64_t row_stride, int64_t first, int64_t last) {
     while (first < last) {
@@ -149,7 +150,7 @@ EXPORT void fingerprint(uint64_t *sums, const char *values, int64_t size, int64_
     }
 }
 
-/* Hashes elements [first, last) of a whole tensor and copies them to `out`. */
+/* Adds the fingerprint of elements [first, last) of a whole tensor to `sums`, and copies them to `out`. */
 EXPORT void copy_fingerprint(uint64_t *sums, char *out, const char *values, int64_t size, int64_t exponent,
                              int64_t first, int64_t last) {
     const int64_t at = first * size;

@@ -1,16 +1,17 @@
-/* Norms, rotary embedding and the gated activation for layers that run one by one, in float32 or bfloat16: `type`
-   is that of all tensors that are not said to be of another. */
+/* Norms, rotary embedding and gated activations of all rows, called from Python (ops.py) when layers run one by one.
+   `type`, FLOAT32 or BFLOAT16, is the type of all tensors, unless a comment says otherwise. */
 
 #include "layers.h"
 
-/* function(..., type), with a type that the compiler knows. */
+/* Calls function(..., type) with a type that is a constant for the compiler. */
 #define WITH_TYPE(type, function, ...) \
     do { \
         if (type == BFLOAT16) function(__VA_ARGS__, BFLOAT16); \
         else function(__VA_ARGS__, FLOAT32); \
     } while (0)
 
-/* x is [rows, heads, dim] with `row_stride` elements from row to row; out is contiguous. */
+/* Computes the RMS norm of each head. x is [rows, heads, dim] with `row_stride` elements from row to row; out is
+   contiguous. */
 EXPORT void rms_norm(void *out, const void *x, const void *weight, int64_t rows, int64_t heads, int64_t dim,
                      int64_t row_stride, float eps, int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
@@ -22,7 +23,7 @@ EXPORT void rms_norm(void *out, const void *x, const void *weight, int64_t rows,
     }
 }
 
-/* All arrays are [rows, dim] and contiguous. */
+/* Computes the layer norm of each row. out and x are [rows, dim] and contiguous. */
 EXPORT void layer_norm(void *out, const void *x, const void *weight, int64_t rows, int64_t dim, float eps,
                        int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
@@ -38,7 +39,7 @@ INLINE void add_rows(void *total, const void *x, const void *residual, int64_t s
     }
 }
 
-/* total = x + residual, and out = its norm; all arrays are [rows, dim] and contiguous. */
+/* Computes total = x + residual, and out = the RMS norm of total. All are [rows, dim] and contiguous. */
 EXPORT void add_rms_norm(void *out, void *total, const void *x, const void *residual, const void *weight,
                          int64_t rows, int64_t dim, float eps, int64_t weight_type, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
@@ -49,8 +50,8 @@ EXPORT void add_rms_norm(void *out, void *total, const void *x, const void *resi
     }
 }
 
-/* x is [tokens, heads, dim] with `stride` elements per token, cos and sin float32 [tokens, dim]; dim / 2 is a
-   multiple of LANES; out is contiguous. */
+/* Rotates each head. x is [tokens, heads, dim] with `stride` elements from token to token; cos and sin are float32,
+   [tokens, dim]. dim / 2 is a multiple of LANES. out is contiguous. */
 EXPORT void rotary(void *out, const void *x, const float *cos, const float *sin, int64_t tokens, int64_t heads,
                    int64_t dim, int64_t stride, int64_t type) {
     for (int64_t token = 0; token < tokens; token++, cos += dim, sin += dim) {
@@ -62,7 +63,7 @@ EXPORT void rotary(void *out, const void *x, const float *cos, const float *sin,
     }
 }
 
-/* gate_up is [rows, 2 * size] and contiguous: gelu(first half) * second half. */
+/* Computes gelu(first half) * second half of each row. gate_up is [rows, 2 * size] and contiguous. */
 EXPORT void gelu_mul(void *out, const void *gate_up, int64_t rows, int64_t size, int64_t type) {
     for (int64_t row = 0; row < rows; row++) {
         void *to = place_of(out, row * size, type);
@@ -70,7 +71,7 @@ EXPORT void gelu_mul(void *out, const void *gate_up, int64_t rows, int64_t size,
     }
 }
 
-/* silu(first half) * second half, for float32 only: torch is as fast in bfloat16. */
+/* Computes silu(first half) * second half of each row, in float32 only: in bfloat16 torch is as fast. */
 EXPORT void silu_mul(float *out, const float *gate_up, int64_t rows, int64_t size) {
     for (int64_t row = 0; row < rows; row++) silu_mul_row(out + row * size, gate_up + 2 * row * size, size);
 }

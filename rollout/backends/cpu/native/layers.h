@@ -1,5 +1,6 @@
-/* One row each of norms, rotary embedding and the gated activation. Sizes are multiples of LANES. Rows are float32,
-   or with `_as` of a type. They are computed in float32 whatever it is, and rounded where torch's operations round. */
+/* Norms, rotary embedding and gated activations of one row. Used by layers.c, decoder.c and experts.c. Sizes are
+   multiples of LANES. Rows are float32, or of `type` in functions whose names end in `_as`. All is computed in
+   float32, and rounded to `type` where torch's operations round. */
 
 #ifndef ROLLOUT_LAYERS_H
 #define ROLLOUT_LAYERS_H
@@ -17,7 +18,7 @@ INLINE float sum_of_squares_as(const void *x, int64_t dim, int64_t type) {
 
 INLINE float sum_of_squares(const float *x, int64_t dim) { return sum_of_squares_as(x, dim, FLOAT32); }
 
-/* out = x / rms(x) * weight; out may be x. */
+/* Computes out = x / rms(x) * weight. out may be x. */
 INLINE void norm_row_as(void *out, const void *x, const void *weight, int64_t weight_type, int64_t dim, float eps,
                         int64_t type) {
     const float scale = 1.0f / sqrtf(sum_of_squares_as(x, dim, type) / (float)dim + eps);
@@ -30,13 +31,13 @@ INLINE void norm_row(float *out, const float *x, const float *weight, int64_t di
     norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
-/* x = x / rms * weight, for a part of a row whose mean square is given. */
+/* Computes x = x / rms * weight in place, for a part of a row. `mean_square`: of the whole row. */
 INLINE void norm_part(float *x, const float *weight, int64_t dim, float mean_square, float eps) {
     const float scale = 1.0f / sqrtf(mean_square + eps);
     for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * scale * load(weight + i));
 }
 
-/* out = (x - mean) / deviation * weight; out may be x. */
+/* Computes out = (x - mean) / deviation * weight. out may be x. */
 INLINE void layer_norm_row_as(void *out, const void *x, const void *weight, int64_t weight_type, int64_t dim, float eps,
                               int64_t type) {
     v8f sums = splat(0), squares = splat(0);
@@ -56,7 +57,7 @@ INLINE void layer_norm_row(float *out, const float *x, const float *weight, int6
     layer_norm_row_as(out, x, weight, FLOAT32, dim, eps, FLOAT32);
 }
 
-/* Rotates one head by the angles of its token; out may be x. */
+/* Rotates the pairs (i, i + dim / 2) of one head by the angles of its token. out may be x. */
 INLINE void rotate_head_as(void *out, const void *x, const float *cos, const float *sin, int64_t dim, int64_t type) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -72,7 +73,7 @@ INLINE void rotate_head(float *out, const float *x, const float *cos, const floa
     rotate_head_as(out, x, cos, sin, dim, FLOAT32);
 }
 
-/* gelu(the first `size` of gate_up) * the rest, by the tanh approximation. */
+/* Computes out = gelu(gate) * up, by the tanh approximation. gate_up: `size` gates, then `size` ups. */
 INLINE void gelu_mul_row_as(void *out, const void *gate_up, int64_t size, int64_t type) {
     for (int64_t i = 0; i < size; i += LANES) {
         const v8f gate = load_as(gate_up, i, type), inner = 0.797884561f * (gate + 0.044715f * gate * gate * gate);
@@ -85,7 +86,7 @@ INLINE void gelu_mul_row(float *out, const float *gate_up, int64_t size) {
     gelu_mul_row_as(out, gate_up, size, FLOAT32);
 }
 
-/* silu(the first `size` of gate_up) * the rest. */
+/* Computes out = silu(gate) * up. gate_up: `size` gates, then `size` ups. */
 INLINE void silu_mul_row(float *out, const float *gate_up, int64_t size) {
     for (int64_t i = 0; i < size; i += LANES) {
         v8f gate = load(gate_up + i);
@@ -93,8 +94,8 @@ INLINE void silu_mul_row(float *out, const float *gate_up, int64_t size) {
     }
 }
 
-/* (up + 1) * gate * sigmoid(alpha * gate), the first `size` of gate_up the gates: at most `limit`, ups at
-   most that far from 0. */
+/* Computes out = (up + 1) * gate * sigmoid(alpha * gate), after gates are clamped to at most `limit`, and ups to at
+   most that far from 0. gate_up: `size` gates, then `size` ups. */
 INLINE void clamped_swiglu_row(float *out, const float *gate_up, int64_t size, float alpha, float limit) {
     for (int64_t i = 0; i < size; i += LANES) {
         v8f gate = load(gate_up + i), up = load(gate_up + size + i);

@@ -1,10 +1,10 @@
-/* Products with packed weights, for any number of tokens.
+/* Products with packed weights, for any number of tokens, and packing. Called from Python (products.py,
+   native_weight.py) and decoder.c.
 
-   The sums of a few tokens and a panel of outputs stay in registers while the panel is read, once,
-   in order (Goto and van de Geijn 2008, without a packed x: a block of its rows fits the caches as it
-   is). Each sum adds its inputs in order, one after the other, whatever the number of tokens: what
-   a token gets does not depend on the tokens beside it. Units that add
-   pairs (linear_pairs.h) add in an order of their own, which does not depend on them either. */
+   The sums of a few tokens and a panel of outputs stay in registers while the panel is read once, in order
+   (Goto and van de Geijn 2008, but x is not packed, because a block of its rows fits the caches). Each sum adds
+   its inputs in order, for any number of tokens, so a token's result does not depend on the other tokens. Units
+   that add pairs (linear_pairs.h) add in another order, which does not depend on the other tokens either. */
 
 #include "linear.h"
 
@@ -13,7 +13,8 @@
 
 #define FAR_AHEAD 32 /* inputs between a read and the prefetch made with it */
 
-/* Tokens that are multiplied with all panels before the next: their x fills half of the second cache. */
+/* Returns how many tokens are multiplied with all panels before the next tokens: as many as fill half of the
+   second-level cache with their x, but at least eight tiles. */
 static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
     long cache_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     if (cache_bytes <= 0) cache_bytes = 1 << 19;
@@ -39,7 +40,7 @@ static int64_t tokens_at_once(int64_t inputs, int64_t largest_tile) {
 #include "linear_dot.h"
 #include "linear_amx.h"
 
-/* Number of floats in this processor's widest vectors. */
+/* Returns the number of floats in this processor's widest vectors. */
 EXPORT int64_t linear_max_lanes(void) {
 #ifdef __AVX512F__
     return 16;
@@ -48,7 +49,7 @@ EXPORT int64_t linear_max_lanes(void) {
 #endif
 }
 
-/* 1 where this processor has dot products of pairs in bfloat16; else 0. */
+/* Returns 1 if this processor has dot products of bfloat16 pairs; else 0. */
 EXPORT int64_t dot_is_usable(void) {
 #ifdef __AVX512BF16__
     return 1;
@@ -84,8 +85,8 @@ EXPORT void linear_part(const void *args, void *scratch, int64_t first, int64_t 
     linear(args, first, last);
 }
 
-/* Between panels [first, last) of `width` outputs and their rows of w, [outputs, inputs], whose numbers
-   have `size` bytes. Outputs that the last panel has beyond those of w are zero. */
+/* Copies rows of w, [outputs, inputs], to panels [first, last) of `width` outputs, or back if `is_back`. Numbers
+   have `size` bytes. Outputs of the last panel that w does not have are set to zero. */
 INLINE void reorder(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t first,
                     int64_t last, const int size, const int is_back) {
     for (int64_t panel = first; panel < last; panel++) {
@@ -114,7 +115,8 @@ EXPORT void unpack_weights(char *panels, char *w, int64_t outputs, int64_t input
     else reorder(panels, w, outputs, inputs, width, first, last, 2, 1);
 }
 
-/* Swaps two arrays of `bytes` and counts the swap, so that Python can tell after an interrupt whether it was done. */
+/* Swaps two arrays of `bytes` bytes. Adds 1 to `times`, so that Python knows after an interrupt whether the swap
+   was done. */
 EXPORT void exchange(char *a, char *b, int64_t bytes, int64_t threads, int64_t *times) {
     (void)threads; /* read with OpenMP only */
     const int64_t vectors = bytes / (int64_t)sizeof(v8f);

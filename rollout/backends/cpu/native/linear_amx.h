@@ -1,5 +1,6 @@
-/* The product by AMX. Tiles of the matrix unit have 16 rows of 64 bytes: of x 16 tokens and 32 inputs, of w 16 pairs
-   of inputs and 16 outputs, of y 16 tokens and 16 outputs in float32. */
+/* linear_amx: the product by AMX. Included by linear.c. Tiles of the matrix unit have 16 rows of 64 bytes. A tile of x
+   has 16 tokens and 32 inputs, a tile of w 16 pairs of inputs and 16 outputs, a tile of y 16 tokens and 16 outputs in
+   float32. */
 
 #include "amx.h"
 
@@ -7,10 +8,11 @@
 
 #define TILE AMX_ROWS     /* tokens, outputs or pairs of inputs of a tile */
 #define STEP (2 * TILE)   /* inputs of a tile */
-#define LEAD (2 * STEP)   /* inputs that are interleaved ahead of the products: stores take their time */
-#define TOKENS (2 * TILE) /* that are multiplied with a panel at once */
+#define LEAD (2 * STEP)   /* inputs that are interleaved ahead of the products, because stores take time */
+#define TOKENS (2 * TILE) /* tokens that are multiplied with a panel at once */
 
-/* Interleaves STEP inputs of a panel from the k-th on in pairs: 16 outputs of a pair, then the other 16. */
+/* Interleaves STEP inputs of a panel, from the k-th on, in pairs. Of each pair, 16 outputs come first, then the other
+   16. */
 INLINE void interleave_step(uint16_t *pairs, const uint16_t *panel, int64_t k, int64_t inputs) {
     for (int64_t i = k; i < k + STEP; i += 2) {
         v32h *out = (v32h *)(pairs + i * PANEL);
@@ -18,7 +20,8 @@ INLINE void interleave_step(uint16_t *pairs, const uint16_t *panel, int64_t k, i
     }
 }
 
-/* Sums += x w for STEP inputs, of up to 16 tokens or, if `is_full`, of up to 32. */
+/* Adds x w for STEP inputs to the sums in tiles 0 to 3, of up to 16 tokens or, if `is_full`, of up to 32. `padded`:
+   numbers from token to token in x. */
 INLINE void multiply_pairs(const uint16_t *x, const uint16_t *pairs, int64_t padded, const int is_full) {
     amx_load(6, pairs, 2 * PANEL * sizeof(uint16_t));
     amx_load(7, pairs + PANEL, 2 * PANEL * sizeof(uint16_t));
@@ -31,7 +34,7 @@ INLINE void multiply_pairs(const uint16_t *x, const uint16_t *pairs, int64_t pad
     amx_multiply(3, 5, 7);
 }
 
-/* Stores the sums of up to 32 tokens, from `token` on. */
+/* Stores the sums of `count` tokens, up to 32, from `token` on in y. */
 static void store_tokens(const struct linear *a, int64_t token, int64_t count, int64_t panel) {
     _Alignas(CACHE_LINE) float sums[4][TILE][TILE];
     amx_store(0, sums[0], sizeof sums[0][0]);
@@ -47,7 +50,7 @@ static void store_tokens(const struct linear *a, int64_t token, int64_t count, i
     }
 }
 
-/* Multiplies a panel with tokens [start, start + count); x is rounded. */
+/* Multiplies a panel with tokens [start, start + count). `x` is rounded to bfloat16; `pairs` is a work buffer. */
 static void multiply_panel(const struct linear *a, const uint16_t *x, uint16_t *pairs, int64_t start, int64_t count,
                            int64_t panel, int64_t padded) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
@@ -67,6 +70,7 @@ static void multiply_panel(const struct linear *a, const uint16_t *x, uint16_t *
     }
 }
 
+/* Computes the outputs of panels [first, last). */
 static void linear_amx(const struct linear *a, int64_t first, int64_t last) {
     const int64_t padded = (a->inputs + STEP - 1) / STEP * STEP;
     const int64_t block = tokens_at_once(a->inputs, TOKENS) / TOKENS * TOKENS;

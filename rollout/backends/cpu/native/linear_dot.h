@@ -1,10 +1,10 @@
-/* The product by AVX-512's dot products of pairs in bfloat16. */
+/* linear_dot: the product by AVX-512's dot products of bfloat16 pairs. Included by linear.c. */
 
 #ifdef __AVX512BF16__
 
-#define TOKENS 12 /* whose 24 sums stay in registers */
+#define TOKENS 12 /* tokens of a tile at most, whose 24 sums stay in registers */
 
-/* Multiplies with `tokens` tokens from `token` on; x is rounded. */
+/* Multiplies a panel with `tokens` tokens, a constant, from `token` on. `x` is rounded to bfloat16. */
 INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
                      const int tokens) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
@@ -25,6 +25,7 @@ INLINE void dot_tile(const struct linear *a, const uint16_t *x, int64_t token, i
     UNROLL for (int i = 0; i < tokens; i++) store_pairs(a, token + i, panel, sums[i][0], sums[i][1]);
 }
 
+/* Calls `dot_tile` with a constant number of tokens. */
 static void dot_tile_of(const struct linear *a, const uint16_t *x, int64_t token, int64_t panel, int64_t padded,
                         int64_t tokens) {
     switch (tokens) {
@@ -43,6 +44,7 @@ static void dot_tile_of(const struct linear *a, const uint16_t *x, int64_t token
     }
 }
 
+/* Computes the outputs of panels [first, last). */
 static void linear_dot(const struct linear *a, int64_t first, int64_t last) {
     const int64_t line = CACHE_LINE / sizeof(uint16_t), padded = (a->inputs + line - 1) / line * line;
     const int64_t block = tokens_at_once(a->inputs, TOKENS), most = a->tokens < block ? a->tokens : block;
@@ -56,7 +58,7 @@ static void linear_dot(const struct linear *a, int64_t first, int64_t last) {
         const int64_t tiles = (count + TOKENS - 1) / TOKENS;
         round_tokens(x, a, start, count, padded, 1);
         for (int64_t panel = first; panel < last; panel++) {
-            for (int64_t i = 0; i < tiles; i++) { /* of nearly the same size */
+            for (int64_t i = 0; i < tiles; i++) { /* tiles of nearly equal size */
                 const int64_t token = count * i / tiles, next = count * (i + 1) / tiles;
                 dot_tile_of(a, x + token * padded, start + token, panel, padded, next - token);
             }

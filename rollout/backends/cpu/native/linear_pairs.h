@@ -1,10 +1,10 @@
-/* Shared by the products of bfloat16 weights by pairs of inputs, linear_dot.h and linear_amx.h, for which
-   x is rounded to bfloat16. linear.c includes all three.
+/* Functions that linear_dot.h and linear_amx.h share: products of bfloat16 weights by pairs of inputs, for which x is
+   rounded to bfloat16. linear.c includes all three.
 
-   Both add x[k] w[k] + x[k + 1] w[k + 1] to a sum at once, for which the two weights must lie side by side. A panel
-   has all outputs of an input together, so two rows of it are interleaved; lanes of 128 bits are, each by itself,
-   which leaves the outputs in another order until their sums are stored. All tokens, also few, take the same path:
-   what a token gets does not depend on the tokens beside it. */
+   Both add x[k] w[k] + x[k + 1] w[k + 1] to a sum at once, so the two weights must be neighbours. In a panel all
+   outputs of one input are contiguous, so two rows of it are interleaved. Each lane of 128 bits is interleaved by
+   itself, which leaves the outputs in another order until their sums are stored. Any number of tokens takes the same
+   path, so a token's result does not depend on the other tokens. */
 
 #include "pairs.h"
 
@@ -14,20 +14,20 @@
 
 typedef int32_t v16i __attribute__((vector_size(64)));
 
-/* Of each lane of 8 numbers, the first or the last four of both vectors, taken in turns. */
+/* Interleave the first, or the last, four numbers of both vectors in each lane of 8 numbers. */
 #define LOW_PAIRS(a, b)                                                                                        \
     SHUFFLE(v32h, a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17, 49, 18, 50, 19, \
             51, 24, 56, 25, 57, 26, 58, 27, 59)
 #define HIGH_PAIRS(a, b)                                                                                       \
     SHUFFLE(v32h, a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52, 21, 53, 22, 54,   \
             23, 55, 28, 60, 29, 61, 30, 62, 31, 63)
-/* Puts sums of the low and the high pairs in the order of outputs: the first 16 and the others. */
+/* Put sums of the low and the high pairs in the order of outputs: the first 16, and the last 16. */
 #define FIRST_OUTPUTS(low, high) \
     SHUFFLE(v16i, low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23)
 #define LAST_OUTPUTS(low, high) \
     SHUFFLE(v16i, low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)
 
-/* Inputs k and k + 1 of a panel, which `here` points at, in pairs. Missing inputs are zeros. */
+/* Interleaves inputs k and k + 1 of a panel, at which `here` points, in pairs. Missing inputs are zeros. */
 INLINE void interleave(v32h *low, v32h *high, const uint16_t *here, int64_t k, int64_t inputs) {
     const v32h even = k < inputs ? *(const v32h *)here : (v32h){0};
     const v32h odd = k + 1 < inputs ? *(const v32h *)(here + PANEL) : (v32h){0};
@@ -36,13 +36,14 @@ INLINE void interleave(v32h *low, v32h *high, const uint16_t *here, int64_t k, i
     *low = LOW_PAIRS(even, odd), *high = HIGH_PAIRS(even, odd);
 }
 
+/* Stores the sums of the low and the high pairs of a panel as outputs of `token`. */
 INLINE void store_pairs(const struct linear *a, int64_t token, int64_t panel, v16f low, v16f high) {
     const v16f outputs[2] = {FIRST_OUTPUTS(low, high), LAST_OUTPUTS(low, high)};
     store_sums_16(a, token, panel, (const float *)outputs);
 }
 
-/* `count` tokens of x from the first on, rounded to bfloat16, with zeros up to `padded` inputs; then tokens of zeros,
-   up to a multiple of `group`. */
+/* Writes `count` tokens of x from `first` on to `out`, rounded to bfloat16, with zeros up to `padded` inputs; then
+   tokens of zeros, up to a multiple of `group` tokens. */
 static void round_tokens(uint16_t *out, const struct linear *a, int64_t first, int64_t count, int64_t padded,
                          int64_t group) {
     for (int64_t i = 0; i < (count + group - 1) / group * group; i++, out += padded) {

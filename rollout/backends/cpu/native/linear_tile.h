@@ -1,5 +1,5 @@
-/* linear_<WIDTH>, the product with vectors of WIDTH floats and tiles of up to MAX_TOKENS tokens.
-   linear.c includes it for each width. */
+/* linear_<WIDTH>: the product with vectors of WIDTH floats and tiles of up to MAX_TOKENS tokens. Included by
+   linear.c for each width. */
 
 #include "wide.h"
 
@@ -11,7 +11,7 @@
 #define few_tokens JOIN(few_tokens, WIDTH)
 #define PANEL (2 * WIDTH)
 
-/* Stores a panel's sums of one token in y; the last panel may be wider than the remaining outputs. */
+/* Stores a panel's sums of one token in y. The last panel may have more sums than there are outputs left. */
 static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t token, int64_t panel,
                                                  const float *sums) {
     int64_t n = panel * PANEL, left = a->outputs - n < PANEL ? a->outputs - n : PANEL;
@@ -36,7 +36,7 @@ static __attribute__((noinline)) void store_sums(const struct linear *a, int64_t
     }
 }
 
-/* Multiplies `tokens` tokens from `token` on with `panels` panels, `step` apart; the caller passes constants. */
+/* Multiplies `tokens` tokens from `token` on with `panels` panels, `step` panels apart. Both counts are constants. */
 INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t step, const int tokens,
                  const int panels, const int is_bfloat16) {
     const int64_t size = is_bfloat16 ? sizeof(uint16_t) : sizeof(float), bytes = a->inputs * PANEL * size;
@@ -73,6 +73,7 @@ INLINE void tile(const struct linear *a, int64_t token, int64_t panel, int64_t s
     }
 }
 
+/* Calls `tile` for one panel, with a constant number of tokens. */
 INLINE void tile_of(const struct linear *a, int64_t token, int64_t panel, int64_t tokens, const int is_bfloat16) {
     switch (tokens) {
         case 1: tile(a, token, panel, 0, 1, 1, is_bfloat16); break;
@@ -92,8 +93,8 @@ INLINE void tile_of(const struct linear *a, int64_t token, int64_t panel, int64_
     }
 }
 
-/* Few tokens are multiplied with several panels that lie far apart: with one, their few sums would
-   wait for each other, and so would the memory. */
+/* Multiplies few tokens with several panels at once, which lie far apart. With one panel, the few sums would
+   wait for each other, and so would reads of memory. Returns the first panel that is not done. */
 INLINE int64_t few_tokens(const struct linear *a, int64_t first, int64_t last, const int is_bfloat16) {
     int64_t step = (last - first) / (a->tokens == 1 ? 4 : 2);
     for (int64_t panel = first; panel < first + step; panel++) {
@@ -120,7 +121,7 @@ INLINE void tiles_of(const struct linear *a, int64_t start, int64_t end, int64_t
     }
 }
 
-/* As for float32, widening each panel to `wide` once for all tiles. */
+/* Does the same as `tiles_of` for bfloat16, but converts the panel to float32 in `wide` once for all tiles. */
 static void widened(const struct linear *a, int64_t start, int64_t end, int64_t panel, float *wide) {
     const uint16_t *w = (const uint16_t *)a->w + panel * PANEL * a->inputs;
     struct linear one = *a; /* a view in which this panel is panel 0 */
@@ -131,6 +132,7 @@ static void widened(const struct linear *a, int64_t start, int64_t end, int64_t 
     tiles_of(&one, start, end, panel, 0);
 }
 
+/* Computes the outputs of panels [first, last). */
 static void JOIN(linear, WIDTH)(const struct linear *a, int64_t first, int64_t last) {
     const int64_t block = tokens_at_once(a->inputs, MAX_TOKENS);
     float *wide = NULL;

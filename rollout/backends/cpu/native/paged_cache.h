@@ -1,14 +1,15 @@
-/* The cache of one layer, [block, offset, K or V, KV head, D], and the step's tokens. */
+/* Attention over the paged cache of one layer, [block, offset, K or V, KV head, D]: its arguments and functions.
+   Implemented by decode.c and prefill.c, used by Python and decoder.c. */
 
 #ifndef ROLLOUT_PAGED_CACHE_H
 #define ROLLOUT_PAGED_CACHE_H
 
 #include "vectors.h"
 
-#define MAX_DIM 576 /* of a head: a latent of 512 and a key of 64 */
+#define MAX_DIM 576 /* dims of a head at most: a latent of 512 and a key of 64 */
 
-/* Strides count numbers: from token to token, and in the cache from block to block; heads of one
-   token are contiguous. Decode rows come first, one token each. */
+/* Arguments of attention. Strides count numbers, from token to token and, in the cache, from block to block.
+   Heads of one token are contiguous. Decode rows come first, one token each. */
 struct attention {
     void *out; /* [tokens, heads, dim], contiguous */
     const void *q, *k, *v;
@@ -19,21 +20,21 @@ struct attention {
     const int32_t *context_lens; /* [rows] */
     int64_t q_stride, k_stride, v_stride, table_stride, block_stride;
     int64_t block_size, tokens, heads, kv_heads, dim;
-    int64_t planes;                 /* of the cache: 2, or 1 if it holds K alone, which is read as V too */
+    int64_t planes;                 /* 2 for a cache of K and V, or 1 if it holds K alone, which is then also V */
     int64_t token_type, cache_type; /* FLOAT32 or BFLOAT16, of out, q, k and v, and of the cache */
     int64_t lanes;                  /* 8 for 256-bit vectors; 0 for the widest there are */
-    int64_t unit;                   /* of prefill: VECTORS, or DOT for a cache in bfloat16 */
-    int64_t window;                 /* positions that a token sees, its own included; 0 for all */
+    int64_t unit;                   /* unit of prefill: VECTORS, or DOT for a cache in bfloat16 */
+    int64_t window;                 /* positions that a token attends to, its own included; 0 for all */
     const float *sinks;             /* [heads]: scores without a value; or NULL */
-    double scale, softcap;          /* of scores; no softcap if that is 0 */
+    double scale, softcap;          /* of scores; softcap 0 for none */
 };
 
-/* The first position that the token at `position` sees. */
+/* Returns the first position that the token at `position` attends to. */
 static inline int64_t first_seen(const struct attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Numbers per token in the cache, and the offset of a KV head's V among them. */
+/* Return the numbers per token in the cache, and the offset of a KV head's V among them. */
 INLINE int64_t token_size(const struct attention *a) { return a->planes * a->kv_heads * a->dim; }
 INLINE int64_t value_of(const struct attention *a, int64_t kv_head) {
     return ((a->planes - 1) * a->kv_heads + kv_head) * a->dim;
@@ -47,7 +48,7 @@ INLINE const char *token_at(const struct attention *a, int64_t row, int64_t posi
     return (const char *)a->cache + number * size_of(a->cache_type);
 }
 
-/* Finds the addresses of the tokens [start, start + count) of a row. */
+/* Writes the addresses of a row's tokens [start, start + count) to `tokens`. */
 static inline void find_tokens(const struct attention *a, int64_t row, int64_t start, int64_t count,
                                const char **tokens) {
     const int64_t token_bytes = token_size(a) * size_of(a->cache_type);
@@ -58,8 +59,9 @@ static inline void find_tokens(const struct attention *a, int64_t row, int64_t s
     }
 }
 
+/* Writes K and V of the step's tokens to the cache. */
 void write_tokens(const struct attention *a);
-/* One of `parts` parts of the decode rows [first, last), or of the prefill rows, for one thread. */
+/* Compute part `part` of `parts` of the work of decode rows, or of prefill rows, [first, last), for one thread. */
 void attend_decode_part(const struct attention *a, int64_t first, int64_t last, int64_t part, int64_t parts);
 void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last, int64_t part,
                          int64_t parts);

@@ -1,4 +1,5 @@
-/* AVX-512's dot products of pairs of numbers in bfloat16, for files that check __AVX512BF16__. */
+/* AVX-512's dot products of bfloat16 pairs, and vectors of 16 floats. Used by linear_pairs.h and attention_pairs.h,
+   inside #ifdef __AVX512BF16__. */
 
 #ifndef ROLLOUT_PAIRS_H
 #define ROLLOUT_PAIRS_H
@@ -13,12 +14,12 @@
 typedef uint16_t v16h __attribute__((vector_size(32), aligned(2), may_alias));
 typedef uint16_t v32h __attribute__((vector_size(64), aligned(2), may_alias));
 
-/* Sums[i] += x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1]. Numbers that are subnormal count as 0. */
+/* Returns sums[i] + x[2 i] * y[2 i] + x[2 i + 1] * y[2 i + 1]. Subnormal numbers count as 0. */
 INLINE v16f add_pairs(v16f sums, v32h x, v32h y) {
     return (v16f)_mm512_dpbf16_ps((__m512)sums, (__m512bh)x, (__m512bh)y);
 }
 
-/* Two numbers, repeated. */
+/* Returns two numbers, repeated. */
 INLINE v32h splat_pair(const uint16_t *numbers) {
     int32_t pair;
     memcpy(&pair, numbers, sizeof pair);
@@ -29,13 +30,14 @@ INLINE v16f max_16(v16f a, v16f b) { return (v16f)_mm512_max_ps((__m512)a, (__m5
 
 INLINE float max_of_16(v16f x) { return _mm512_reduce_max_ps((__m512)x); }
 
-/* Adds the lanes i and i + 8. */
+/* Returns the sums of lanes i and i + 8. */
 INLINE v8f sum_of_halves(v16f x) {
     return (v8f)_mm512_castps512_ps256((__m512)x) + (v8f)_mm512_extractf32x8_ps((__m512)x, 1);
 }
 
-/* exp(x) for x <= 0, within 2e-6 of itself; 0 below -87 and for NaN. exp(x) = 2^n 2^r, |r| <= 1/2; Taylor's series
-   of 2^r to r^6 leaves less than 2e-7, and log2(e) in float32 the rest, where x is far below 0. */
+/* Returns exp(x) for x <= 0, with a relative error of at most 2e-6; 0 below -87 and for NaN. exp(x) = 2^n 2^r with
+   |r| <= 1/2. Taylor's series of 2^r to r^6 has an error below 2e-7; log2(e) in float32 adds the rest if x is far below
+   0. */
 INLINE v16f exp_16(v16f x) {
     const __m512 log2_e = _mm512_set1_ps(1.44269504f);
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ);
@@ -50,7 +52,7 @@ INLINE v16f exp_16(v16f x) {
     return (v16f)_mm512_maskz_scalef_ps(counts, (__m512)y, n);
 }
 
-/* Rounds to nearest, ties to even; NaN stays NaN. */
+/* Stores x rounded to bfloat16, to nearest, ties to even. NaN stays NaN. */
 INLINE void round_16(uint16_t *out, v16f x) { *(v16h *)out = (v16h)_mm512_cvtneps_pbh((__m512)x); }
 
 #endif

@@ -1,18 +1,21 @@
-/* Causal attention of many tokens of one row to its paged context, as in FlashAttention-2 (Dao 2023):
-   all query heads that share a KV head form one matrix of queries, worked on in blocks; keys come in
-   tiles that are packed once for each block, K transposed, so that both products are plain ones. */
+/* Causal attention of prefill rows, of many tokens each, to their paged contexts, as in FlashAttention-2 (Dao 2023).
+   Called from Python (attention.py) and decoder.c.
+
+   All query heads that share a KV head form one matrix of queries, which is processed in blocks. Keys and values are
+   packed in tiles, once for each block; K is transposed, so that both products are plain ones. */
 
 #include "attention_pairs.h"
 
-#define QUERIES 240 /* in a block */
+#define QUERIES 240 /* queries of a block at most */
 
+/* The work buffers of one thread. */
 struct workspace {
     float q[QUERIES * MAX_DIM], sums[QUERIES * MAX_DIM];
     float k[MAX_TOKENS * MAX_DIM], v[MAX_TOKENS * MAX_DIM];
     struct softmax softmax[QUERIES];
 };
 
-/* Adds the tile at `place` to queries [first, last). */
+/* Adds the tile at `place` to the online softmax of queries [first, last). */
 static void attend_place(const struct attention *a, struct workspace *w, const struct queries *queries, int64_t first,
                          int64_t last, const struct place *place, int64_t kv_head, int64_t capacity) {
 #ifdef __AVX512BF16__
@@ -58,21 +61,21 @@ INLINE int64_t tokens_of(const struct attention *a, int64_t row) {
     return a->query_starts[row + 1] - a->query_starts[row];
 }
 
-/* Number of query tokens in a block. */
+/* Returns the number of query tokens in a block. */
 INLINE int64_t block_tokens(const struct attention *a) {
     const int64_t group = a->heads / a->kv_heads;
     return group < QUERIES ? QUERIES / group : 1;
 }
 
-/* Returns twice the number of pairs of a query token in [first, last) and a key that it sees. */
+/* Returns twice the number of keys to which the row's tokens [first, last) attend, without a window. */
 INLINE int64_t work_of(const struct attention *a, int64_t row, int64_t first, int64_t last) {
     const int64_t cached = a->context_lens[row] - tokens_of(a, row);
     return (last - first) * (2 * cached + first + last + 1);
 }
 
-/* One of `parts` parts of rows [first, last), for threads: blocks with about equal work. The head dim
-   is a multiple of 16, at most MAX_DIM, and at most QUERIES query heads share a KV head. `scratch` has
-   prefill_scratch_bytes(). */
+/* Computes part `part` of `parts` of rows [first, last), for one thread: some of the blocks, so that parts have about
+   equal work. The head dim must be a multiple of 16 and at most MAX_DIM, and at most QUERIES query heads may share a KV
+   head. `scratch` has prefill_scratch_bytes(). */
 EXPORT void attend_prefill_part(const struct attention *a, void *scratch, int64_t first, int64_t last,
                                 int64_t part, int64_t parts) {
     struct workspace *w = scratch;

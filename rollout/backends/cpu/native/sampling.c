@@ -1,13 +1,16 @@
-/* Sampling by inverse CDF with log-probs: two passes over the logits, three if temperature differs
-   from what the log-prob is reported at. Weights are float32, their sums over blocks float64. */
+/* Sampling by inverse CDF, with log-probs, and scoring. Called from Python (ops.py). Without truncation and top-n,
+   sampling takes two passes over the logits, or three if log-probs are reported at another temperature. Weights are
+   float32, their sums over blocks float64. */
 
 #include "weights.h"
 
+/* Which log-probs a row reports; MODE_CODES of forward_batch.py. */
 enum mode { RAW, TEMPERATURE, PROCESSED };
 
+/* Arguments of sample_rows. */
 struct sampling {
     const float *logits;         /* [rows, vocabulary], contiguous */
-    const double *uniforms;      /* like the other inputs, one entry per row */
+    const double *uniforms;      /* one entry per row, like the arrays below without a comment */
     const float *temperature;
     const int64_t *top_k;
     const float *top_p;
@@ -21,11 +24,13 @@ struct sampling {
     int64_t vocabulary, top_n;
 };
 
+/* Work buffers of one thread. */
 struct scratch {
     struct histogram histogram;
     double *masses; /* one per block */
 };
 
+/* Arguments of score_rows. */
 struct scoring {
     const float *logits;         /* [rows, vocabulary], contiguous */
     const int64_t *targets;
@@ -61,7 +66,7 @@ static int64_t first_equal(const float *logits, float value) {
     return id;
 }
 
-/* Computes the mass of each block, and returns their sum. */
+/* Computes the sum of weights, the mass, of each block. Returns the sum of all masses. */
 static double weigh_blocks(const struct row *r, const struct cutoff *cut, double *masses) {
     float weights[BLOCK];
     double total = 0;
@@ -75,8 +80,8 @@ static double weigh_blocks(const struct row *r, const struct cutoff *cut, double
     return total;
 }
 
-/* The first id whose cumulative mass exceeds uniform * total; where rounding leaves none, the last
-   one with any mass. */
+/* Returns the first id whose cumulative mass exceeds uniform * total; if rounding leaves no such id, the last one with
+   mass. */
 static int64_t draw(const struct row *r, const struct cutoff *cut, const double *masses, double total,
                     double uniform) {
     const double target = uniform * total;
@@ -95,7 +100,7 @@ static int64_t draw(const struct row *r, const struct cutoff *cut, const double 
     return chosen * BLOCK + offset;
 }
 
-/* Finds the n largest logits, best first, equal ones by id; `values` has room for n. */
+/* Finds the n largest logits, in descending order, equal ones by ascending id. `ids` and `values` have room for n. */
 static void find_top(const float *logits, int64_t count, int64_t n, int64_t *ids, float *values) {
     int64_t found = 0;
     for (int64_t id = 0; id < count && n > 0; id++) {
@@ -108,6 +113,7 @@ static void find_top(const float *logits, int64_t count, int64_t n, int64_t *ids
     }
 }
 
+/* Writes the results of row i, whose logits are not finite. */
 static void report_not_finite(const struct sampling *s, int64_t i) {
     s->tokens[i] = 0;
     if (s->logprobs) s->logprobs[i] = NAN;
@@ -116,6 +122,8 @@ static void report_not_finite(const struct sampling *s, int64_t i) {
     }
 }
 
+/* Writes the log-prob of row i's token and the row's top-n, as far as asked for. `total`: mass of all tokens that `cut`
+   keeps; `cut` may be NULL. */
 static void report_logprobs(const struct sampling *s, int64_t i, const struct row *r,
                             const struct cutoff *cut, double total) {
     const double norm = log(total);
@@ -169,12 +177,13 @@ static void sample_row(const struct sampling *s, int64_t i, struct scratch *scra
     report_logprobs(s, i, &r, cut, total);
 }
 
-/* Bytes of scratch that each thread needs; it must be aligned to 8. */
+/* Returns the bytes of scratch memory that each thread needs; it must be aligned to 8 bytes. */
 EXPORT int64_t sampling_scratch_bytes(int64_t vocabulary) {
     int64_t num_masses = (vocabulary + BLOCK - 1) / BLOCK;
     return sizeof(struct scratch) + num_masses * sizeof(double) + vocabulary * sizeof(struct ranked);
 }
 
+/* Returns the work buffers in a thread's scratch memory. */
 static struct scratch *lay_out(void *memory, int64_t vocabulary) {
     struct scratch *scratch = memory;
     scratch->masses = (double *)(scratch + 1);
@@ -187,7 +196,7 @@ EXPORT void sample_rows(const struct sampling *s, void *memory, int64_t first, i
     for (int64_t i = first; i < last; i++) sample_row(s, i, scratch);
 }
 
-/* log_softmax of each row at its target, and of its top n. Every logit is finite or -inf. */
+/* Writes log_softmax of rows [first, last) at their targets, and their top-n. Every logit is finite or -inf. */
 EXPORT void score_rows(const struct scoring *s, void *memory, int64_t first, int64_t last) {
     double *masses = lay_out(memory, s->vocabulary)->masses;
     for (int64_t i = first; i < last; i++) {

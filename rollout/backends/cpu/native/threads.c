@@ -1,5 +1,5 @@
-/* Work on the OpenMP threads that torch uses as well. A pool of its own would share the processors with
-   OpenMP's threads, which wait for more work in a loop for some milliseconds. */
+/* Runs work on the OpenMP threads that torch uses, too. Called from Python (kernels.py). Threads of our own would share
+   the processors with OpenMP's threads, which busy-wait for more work for some milliseconds. */
 
 #include "vectors.h"
 
@@ -7,10 +7,10 @@
 #include <omp.h>
 #endif
 
-/* Work on items [first, last); `args` is the caller's struct. */
+/* A function that works on items [first, last). `args` is the caller's struct. */
 typedef void (*part_function)(const void *args, void *scratch, int64_t first, int64_t last);
 
-/* Runs the work on all items, one part per thread; each has its own `scratch_bytes`. */
+/* Runs `part` on all items, one part per thread. Each thread gets its own `scratch_bytes` of `scratch`. */
 EXPORT void run_parts(part_function part, const void *args, char *scratch, int64_t scratch_bytes, int64_t items,
                       int64_t threads) {
 #ifdef _OPENMP

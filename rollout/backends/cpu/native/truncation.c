@@ -1,8 +1,8 @@
-/* Finds where top-k and top-p cut a row, without sorting it.
+/* find_cutoff: where top-k and top-p cut a row, without sorting the row. Called by sampling.c.
 
-   Tokens are counted and weighed in buckets of their distance from the largest logit. The bits of a
-   non-negative float are ordered as the float is, so their leading ones number the buckets. Only the
-   bucket that the cut falls into is sorted. */
+   Tokens are counted and weighed in buckets, by their distance from the largest logit. Non-negative floats have the
+   same order as their bits, so the leading bits are the bucket's number. Only the bucket in which the cut lies is
+   sorted. */
 
 #include <stdlib.h>
 
@@ -16,6 +16,7 @@ INLINE uint32_t bucket_of(const struct row *r, float logit) {
     return bits >> BUCKET_SHIFT;
 }
 
+/* Counts and weighs the row's tokens by bucket. */
 static void fill(struct histogram *h) {
     float weights[BLOCK];
     memset(h->count, 0, sizeof h->count);
@@ -38,6 +39,7 @@ static int by_rank(const void *left, const void *right) {
     return a->id < b->id ? -1 : 1;
 }
 
+/* Writes the tokens of a bucket to `members`, sorted by rank. Returns their number. */
 static int64_t sort_bucket(struct histogram *h, uint32_t bucket) {
     const struct row *r = h->row;
     int64_t count = 0;
@@ -50,8 +52,8 @@ static int64_t sort_bucket(struct histogram *h, uint32_t bucket) {
     return count;
 }
 
-/* The first ranks until there are `max_count` of them, or until their mass reaches `max_mass`.
-   Returns their mass; *last is the final one's rank. */
+/* Takes tokens by rank until there are `max_count` of them, or until their mass reaches `max_mass`. Returns their mass,
+   and the last token's rank in *last; it lets all tokens pass if no limit was reached. */
 static double cut(struct histogram *h, int64_t max_count, double max_mass, struct cutoff *last) {
     int64_t count = 0;
     double mass = 0;

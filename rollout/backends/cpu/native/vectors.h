@@ -1,5 +1,5 @@
-/* Eight floats at a time, with GCC's and Clang's vector extensions: any CPU. The one intrinsic is that of a
-   product and a sum that are rounded once. */
+/* Vectors of eight floats, by the vector extensions of GCC and Clang, for any CPU. Included by all sources of this
+   folder. The only intrinsic is the fused multiply-add, of a product and a sum that are rounded once. */
 
 #ifndef ROLLOUT_VECTORS_H
 #define ROLLOUT_VECTORS_H
@@ -17,7 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
 
-/* aligned(4): pointers to these may be dereferenced at any float. */
+/* aligned(4): pointers to these types may point to any float. */
 typedef float v8f __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t v8i __attribute__((vector_size(32), aligned(4), may_alias));
 typedef uint32_t v8u __attribute__((vector_size(32), aligned(4), may_alias));
@@ -37,9 +37,9 @@ INLINE v8f select_v8(v8i mask, v8f yes, v8f no) {
 
 INLINE v8f max_v8(v8f a, v8f b) { return select_v8(a > b, a, b); }
 
-/* a * b + c, rounded once. The compiler makes no such instruction out of a product and a sum
-   (-ffp-contract=off), so that what is computed does not depend on the processor it compiles for. One
-   without the instruction rounds twice. */
+/* Returns a * b + c, rounded once. The compiler does not make this instruction from other products and sums
+   (-ffp-contract=off), so that their results do not depend on the processor. A processor without the
+   instruction rounds twice here. */
 INLINE v8f fma_8(v8f a, v8f b, v8f c) {
 #ifdef __FMA__
     return (v8f)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
@@ -73,7 +73,7 @@ INLINE float largest_of(v8f x) {
 
 enum { FLOAT32, BFLOAT16 };
 
-/* The unit that multiplies. DOT and AMX add pairs of bfloat16 numbers; they may be asked for where dot_is_usable() and
+/* The unit that multiplies. DOT and AMX add products of bfloat16 pairs. They may be used only if dot_is_usable() and
    amx_is_usable(). */
 enum unit { VECTORS, DOT, AMX };
 
@@ -81,19 +81,20 @@ typedef uint16_t v8h __attribute__((vector_size(16), aligned(2), may_alias));
 
 INLINE int64_t size_of(int64_t type) { return type == BFLOAT16 ? 2 : 4; }
 
-/* Loads numbers [i, i + 8) of an array of this type. */
+/* Returns numbers [i, i + 8) of an array of this type. */
 INLINE v8f load_as(const void *array, int64_t i, int64_t type) {
     if (type == FLOAT32) return load((const float *)array + i);
-    const uint16_t *h = (const uint16_t *)array + i; /* one by one: GCC makes one instruction of it */
+    const uint16_t *h = (const uint16_t *)array + i; /* GCC makes one instruction of these eight loads */
     return (v8f)((v8u){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 }
 
-/* Rounds to bfloat16 in the upper halves, to nearest, ties to even; NaN stays NaN. */
+/* Returns x rounded to bfloat16, to nearest, ties to even, in the upper halves of lanes. NaN stays NaN. */
 INLINE v8u rounded_bits(v8f x) {
     v8u bits = (v8u)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return (v8u)select_v8(x == x, (v8f)rounded, (v8f)((v8u){0} + 0x7fc00000));
 }
 
+/* Stores x as numbers [i, i + 8) of an array of this type. */
 INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
     if (type == FLOAT32) {
         store((float *)array + i, x);
@@ -102,7 +103,7 @@ INLINE void store_as(void *array, int64_t i, v8f x, int64_t type) {
     *(v8h *)((uint16_t *)array + i) = __builtin_convertvector(rounded_bits(x) >> 16, v8h);
 }
 
-/* Returns x as `store_as` and `load_as` would give it back. */
+/* Returns x as it is after `store_as` and `load_as`. */
 INLINE v8f round_as(v8f x, int64_t type) {
     return type == FLOAT32 ? x : (v8f)(rounded_bits(x) & 0xffff0000);
 }
@@ -118,7 +119,7 @@ INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char
 #endif
 #define SHUFFLE8(a, b, ...) SHUFFLE(v8i, a, b, __VA_ARGS__)
 
-/* Stores eight rows of eight floats as columns, `stride` apart. */
+/* Stores eight vectors of eight floats as columns of a matrix whose rows are `stride` floats apart. */
 INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
     v8f pairs[8], fours[8];
     for (int i = 0; i < 8; i += 2) {
@@ -137,7 +138,7 @@ INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
     }
 }
 
-/* GCC would load a vector from memory for each use, rather than once. */
+/* Keeps x in a register. Otherwise GCC would load it from memory for each use. */
 #if defined(__GNUC__) && defined(__x86_64__)
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
@@ -152,14 +153,14 @@ INLINE float max_of_lanes(v8f x) {
     return low > high ? low : high;
 }
 
-/* Adds eight floats to four sums in double precision. */
+/* Returns four sums in double precision, to each of which two of the eight floats are added. */
 INLINE v4d add_as_doubles(v4d sums, v8f x) {
     union { v8f whole; v4f half[2]; } u = {x};
     return sums + (__builtin_convertvector(u.half[0], v4d) + __builtin_convertvector(u.half[1], v4d));
 }
 
-/* exp(x) within 2 units of the last place; 0 below -86.5, x capped at 88, NaN gives 0.
-   exp(x) = 2^n exp(r), |r| <= ln(2)/2; Taylor's series to r^7 leaves less than 6e-9. */
+/* Returns exp(x), with an error of at most 2 units in the last place; 0 below -86.5 and for NaN, exp(88) above 88.
+   exp(x) = 2^n exp(r) with |r| <= ln(2)/2. Taylor's series to r^7 has an error below 6e-9. */
 INLINE v8f exp_v8(v8f x) {
     const v8f magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers */
     v8f capped = select_v8(x > 88.0f, splat(88.0f), x);
@@ -178,8 +179,8 @@ INLINE v8f exp_v8(v8f x) {
     return (v8f)((v8i)scaled & (x >= -86.5f));
 }
 
-/* tanh(x) within 1e-7. Near 0, where 1 - 2 / (e^2x + 1) cancels, Taylor's series to x^9, which below
-   0.25 leaves less than 3e-9. */
+/* Returns tanh(x), with an error of at most 1e-7. Near 0, where 1 - 2 / (e^2x + 1) cancels digits, it is Taylor's
+   series to x^9, whose error is below 3e-9 for |x| < 0.25. */
 INLINE v8f tanh_v8(v8f x) {
     v8f square = x * x, far = 1.0f - 2.0f / (exp_v8(x + x) + 1.0f);
     v8f y = fma_8(square, splat(62.0f / 2835), splat(-17.0f / 315));

@@ -1,4 +1,4 @@
-/* Vectors of WIDTH floats, for headers that are included once for each WIDTH. */
+/* Vectors of WIDTH floats, for linear_tile.h and experts_tile.h, which are included once for each WIDTH. */
 
 #ifndef ROLLOUT_WIDE_H
 #define ROLLOUT_WIDE_H
@@ -19,10 +19,10 @@
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * WIDTH)));
 
-/* WIDTH numbers, float32 or bfloat16. */
+/* Returns WIDTH numbers from p on, float32 or bfloat16, as floats. */
 INLINE vec load_weights(const char *p, const int is_bfloat16) {
     if (!is_bfloat16) return *(const vec *)p;
-    const uint16_t *h = (const uint16_t *)p; /* one by one: GCC makes few instructions of it */
+    const uint16_t *h = (const uint16_t *)p; /* GCC makes few instructions of these loads */
 #if WIDTH == 8
     return (vec)((words){h[0], h[1], h[2], h[3], h[4], h[5], h[6], h[7]} << 16);
 #else

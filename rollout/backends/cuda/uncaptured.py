@@ -1,9 +1,9 @@
-"""Work that captured steps leave out because every replay would pay for it.
+"""Work that graphs leave out, because every replay would pay for it: drawing samples with top-n,
+ranks or processed logits, and scoring prompts.
 
-It is drawing samples with top-n, ranks or processed logits, and scoring prompts. GraphExecutor runs
-it after the replay and merges the results.
+Used by `rollout.backends.cuda.graph`, which runs this work after the replay and merges the results.
 
-Shape letters: S samples of the step, K of them that are drawn once more; L logit rows.
+Shape letters: S samples of the step, K samples that are drawn again; L logit rows.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rollout.step.output import SampleResult, StepOutput
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A step of K draws and of scores, without a forward pass.
+class UncapturedWork:
+    """The work that a graph leaves out of a step: K draws, and scores.
 
-    `inputs`: the step; its `logit_indices_L` index the hidden states that the captured step writes.
-    `samples`: indices of the K samples in the captured step.
+    `inputs`: inputs of `Program.draw`; `logit_indices_L` index the hidden states that the graph
+    writes. `samples`: indices of the K samples in the step.
     """
 
     inputs: StepInputs[HostArray]
     samples: HostArray
 
 
-def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | None:
-    """Return the draws and scores to run after the captured step; None if there are none.
+def uncaptured_work(inputs: StepInputs[HostArray], num_drawn_rows: int) -> UncapturedWork | None:
+    """Return the draws and scores to run after the graph of a step; None if there are none.
 
-    Of the hidden states that the captured step writes, the first `num_drawn_rows` rows are for
-    draws, and the scored rows follow.
+    `num_drawn_rows`: the graph's hidden states have this many rows for draws; rows for scores
+    follow.
     """
     layout, processing = inputs.layout, inputs.processing
     asks_more_S, num_scores = layout.asks_more_S, len(layout.score_targets_P)
@@ -53,13 +53,13 @@ def left_out(inputs: StepInputs[HostArray], num_drawn_rows: int) -> LeftOut | No
         uniforms_S=inputs.uniforms_S[samples_K],
         processing=processing,
     )
-    return LeftOut(chosen, samples_K)
+    return UncapturedWork(chosen, samples_K)
 
 
 def _draws(
     layout: StepLayout[HostArray], samples_K: HostArray, scored_rows: HostArray
 ) -> StepLayout[HostArray]:
-    """Return a layout with the draws of `samples_K` and scores of `scored_rows` alone."""
+    """Return a layout with only the draws of `samples_K`, and scores of the rows `scored_rows`."""
     rows_L, draws_K = np.unique(layout.draws_S[samples_K], return_inverse=True)
     arrays: dict[str, Any] = {}
     for name in LAYOUT_TYPES:
@@ -77,11 +77,12 @@ def _draws(
     )
 
 
-def with_more(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
-    """Merge the results of the work that the captured step left out into its result.
+def merge_results(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
+    """Return a graph's `result` merged with the results `more` of the work that it left out.
 
-    Samples that were drawn again take all numbers from `more`, so that a token's log-prob equals
-    its entry in the top-n exactly. Arrays that only they want are zero for the other samples.
+    `samples`: indices of the samples that were drawn again. They take all numbers from `more`, so
+    that a token's log-prob equals its entry in the top-n exactly. Arrays that only `more` has are
+    zero for the other samples.
     """
     merged = _merged(result.samples, more.samples, samples) if len(samples) else result.samples
     return replace(result, samples=merged, scores=more.scores)

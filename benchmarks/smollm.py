@@ -1,0 +1,174 @@
+"""SmolLM2 learns two tasks by GRPO: seeds, a control with shuffled rewards, asynchronous, LoRA.
+
+    python -m benchmarks.smollm                          # all runs, three minutes each on two cores
+    python -m benchmarks.smollm --kinds reversal --seeds 1
+    python -m benchmarks.smollm --directory DIR          # only what is not in DIR yet
+
+Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables and
+draws docs/images/smollm.png; docs/how-to/smollm.md has both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from trainer_hooks.metrics import read_jsonl
+
+ROOT = Path(__file__).parents[1]
+PLOT = ROOT / "docs" / "images" / "smollm.png"
+_DIGITS = ("data=digits", "algorithm.max_new_tokens=8", "trainer.num_steps=20")
+# Overrides of each kind of run, and whether it is repeated with other seeds.
+KINDS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "reversal": ((), True),
+    "shuffled_rewards": (("algorithm.shuffle_rewards=true",), False),
+    "synchronous": (("mode=sync",), False),
+    "asynchronous": (("mode=async",), False),
+    "lora": (("model.lora.rank=16", "model.lora.alpha=32", "trainer.learning_rate=2e-4"), False),
+    "digits": (_DIGITS, True),
+}
+TITLES = {"reversal": "reverse four words", "digits": "number words to digits"}
+PARTS = ("generate", "train", "update", "suspend", "resume", "wait")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Wall and CPU seconds of a run's process, and the most memory that it had, in MiB."""
+
+    wall_s: float
+    cpu_s: float
+    peak_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run. `exact`: the share of exact greedy answers by step. `parts_s`: seconds of
+    the steps by part, without evaluations."""
+
+    kind: str
+    seed: int
+    exact: dict[int, float]
+    parts_s: dict[str, float]
+    cost: Cost
+
+    @classmethod
+    def read(cls, kind: str, seed: int, directory: Path) -> Run:
+        """Read a run's files."""
+        rows = read_jsonl(directory / "metrics.jsonl")
+        summary = json.loads((directory / "summary.json").read_text())
+        return cls(
+            kind=kind,
+            seed=seed,
+            exact={r["trainer/step"]: r["eval/exact"] for r in rows if "eval/exact" in r},
+            parts_s={part: summary[f"{part}_s"] for part in PARTS},
+            cost=Cost(**json.loads((directory / "cost.json").read_text())),
+        )
+
+
+def run_of(kind: str, seed: int, directory: Path) -> Run:
+    """Return the run of this kind and seed, made in `directory` unless it is there already.
+
+    Raises CalledProcessError if the job fails; its output is in `directory`.
+    """
+    own = directory / "outputs" / "train" / kind / f"seed_{seed}"
+    if not (own / "cost.json").exists():
+        overrides, _ = KINDS[kind]
+        command = [sys.executable, "-m", "rollout", "train", "--config-name", "smollm"]
+        command += [f"run_name={kind}", f"seed={seed}", *overrides]
+        with (directory / f"{kind}_{seed}.txt").open("wb") as output:
+            start = time.perf_counter()
+            process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        cost = Cost(
+            wall_s=time.perf_counter() - start,
+            cpu_s=usage.ru_utime + usage.ru_stime,
+            peak_mib=usage.ru_maxrss >> 10,
+        )
+        (own / "cost.json").write_text(json.dumps(asdict(cost)))
+    return Run.read(kind, seed, own)
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """Return what was learned and what it cost, and the share of each part of the steps."""
+    lines = ["| run | seed | exact before | after | minutes | CPU minutes | peak memory, GiB |"]
+    lines.append("|---|---:|---:|---:|---:|---:|---:|")
+    for run in runs:
+        (_, before), *_, (_, after) = sorted(run.exact.items())
+        cost = run.cost
+        lines.append(
+            f"| {run.kind.replace('_', ' ')} | {run.seed} | {before:.0%} | {after:.0%} "
+            f"| {cost.wall_s / 60:.1f} | {cost.cpu_s / 60:.1f} | {cost.peak_mib / 1024:.1f} |"
+        )
+    lines += ["", f"| run | {' | '.join(PARTS)} |", f"|---|{'---:|' * len(PARTS)}"]
+    by_kind: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PARTS, 0.0))
+    for run in runs:
+        for part, seconds in run.parts_s.items():
+            by_kind[run.kind][part] += seconds
+    for kind, parts in by_kind.items():
+        total = sum(parts.values())
+        shares = " | ".join(f"{seconds / total:.0%}" for seconds in parts.values())
+        lines.append(f"| {kind.replace('_', ' ')} | {shares} |")
+    return "\n".join(lines)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Draw the share of exact held-out answers over the steps, one line for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes_of = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    for axes, (task, title) in zip(axes_of, TITLES.items(), strict=True):
+        for run in runs:
+            is_control = run.kind == "shuffled_rewards" and task == "reversal"
+            if run.kind == task or is_control:
+                style: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.5}
+                label = "shuffled rewards" if is_control else f"seed {run.seed}"
+                if is_control:
+                    style |= {"color": "gray", "linestyle": "--"}
+                axes.plot(*zip(*sorted(run.exact.items()), strict=True), label=label, **style)
+        axes.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="center right")
+    axes_of[0].set_ylabel("exact greedy answers, 200 held-out")
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def main() -> None:
+    """Make the runs that are missing, then print and draw all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    parser.add_argument("--seeds", type=int, default=3, help="of reversal and digits")
+    arguments = parser.parse_args()
+    directory = arguments.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = [
+        (kind, seed)
+        for kind in arguments.kinds
+        for seed in range(arguments.seeds if KINDS[kind][1] else 1)
+    ]
+    runs = [run_of(kind, seed, directory) for kind, seed in track(wanted, "runs")]
+    print(tables(runs))
+    if {run.kind for run in runs} >= {"reversal", "digits"}:
+        draw(runs, PLOT)
+
+
+if __name__ == "__main__":
+    main()
