@@ -211,8 +211,8 @@ class Cycles:
         self._blocks.free(table)
         if scenario.mode == "offload":
             source = self._source.tensor[-num_bytes:]  # as many pages as the live blocks lie on
-            give_back, _ = timed(lambda: self._source.give_back(0, self._source.tensor.numel()))
-            total = Timing(memcpy.wall + give_back.wall, memcpy.cpu + give_back.cpu)
+            freed, _ = timed(lambda: self._source.free_pages(0, self._source.tensor.numel()))
+            total = Timing(memcpy.wall + freed.wall, memcpy.cpu + freed.cpu)
             samples["memcpy"].append(memcpy)
             samples["suspend_floor"].append(total)
             floor, _ = timed(lambda: source.copy_(warm))
