@@ -15,6 +15,7 @@
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
 #   make bench            the generation benchmark
 #   make lint             ruff, mypy, and import-linter on the contracts of pyproject.toml
+#   make wheel            dist/: the wheel with compiled CPU kernels for x86-64
 #   make docs             the documentation as a site, in site/
 #   make test-312         the tests of make test under Python 3.12 and what constraints-312.txt
 #                         names, as on a CUDA machine; installs 5 GB into .venv-312 (once)
@@ -60,7 +61,7 @@ STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt c
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm quick test test-312 test-doors test-peers test-long test-products lives bench lint docs gpu-bundle gpu-check clean
+.PHONY: help demo demo-smollm quick test test-312 test-doors test-peers test-long test-products lives bench lint docs wheel gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -135,6 +136,9 @@ docs: $(STAMP)
 
 gpu-bundle: $(STAMP312)
 	PYTHONPATH=. $(PY312) -m scripts.gpu_bundle
+
+wheel: $(STAMP)
+	$(PY) -m scripts.build_wheel dist
 
 # With that machine's own Python, which has torch for its device: no virtual environment.
 gpu-check:
