@@ -90,8 +90,10 @@ $(STAMP312):
 	@$(PY312) -m pip install -qq --no-compile $(PIP_ARGS) -c $(VENV312)/constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo demo-smollm: $(STAMP)
+demo: $(STAMP)
 	$(VENV)/bin/rollout train --config-name smollm seed=0 seeds=$(SEEDS)
+
+demo-smollm: demo
 
 demo-tiny: $(STAMP)
 	$(VENV)/bin/rollout train --config-name demo seed=0 seeds=$(SEEDS)
