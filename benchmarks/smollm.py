@@ -132,8 +132,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes_of = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    for axes, (task, title) in zip(axes_of, TITLES.items(), strict=True):
+    tasks = [task for task in TITLES if any(run.kind == task for run in runs)]
+    figure, axes_of = pyplot.subplots(
+        1, len(tasks), figsize=(9, 3.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, task in zip(axes_of[0], tasks, strict=True):
         for run in runs:
             is_control = run.kind == "shuffled_rewards" and task == "reversal"
             if run.kind == task or is_control:
@@ -142,11 +145,11 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 if is_control:
                     style |= {"color": "gray", "linestyle": "--"}
                 axes.plot(*zip(*sorted(run.exact.items()), strict=True), label=label, **style)
-        axes.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.set(title=TITLES[task], xlabel="step", ylim=(0, 1))
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, loc="center right")
-    axes_of[0].set_ylabel("exact greedy answers, 200 held-out")
+    axes_of[0][0].set_ylabel("exact greedy answers, 200 held-out")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
@@ -166,8 +169,7 @@ def main() -> None:
     ]
     runs = [run_of(kind, seed, directory) for kind, seed in track(wanted, "runs")]
     print(tables(runs))
-    if {run.kind for run in runs} >= {"reversal", "digits"}:
-        draw(runs, PLOT)
+    draw(runs, PLOT)
 
 
 if __name__ == "__main__":

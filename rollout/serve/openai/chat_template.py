@@ -79,10 +79,10 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return a conversation as text, as the tokenizer's `apply_chat_template` renders it.
 
-        template: text or name of another template. variables: further variables of the template. A
-        null in a message counts as an absent key, arguments of calls may be JSON text, and parts of
-        content are joined for a template that reads no parts. Raises ApiError for a conversation or
-        variables that cannot be rendered.
+        template: text or name of another template. variables: further variables of the template.
+        `plain_message` first drops nulls of the messages, parses JSON text of tool-call arguments,
+        and joins content in parts unless the template reads parts. Raises ApiError for a
+        conversation or variables that cannot be rendered.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
@@ -133,7 +133,10 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
 
 
 def _check_syntax(source: str) -> None:
-    """Raise ConfigError for a template with a syntax error, and without transformers or jinja2."""
+    """Raise ConfigError for a template with a syntax error, or a jinja2 that transformers refuses.
+
+    Raises ImportError without jinja2. Without transformers, nothing is checked.
+    """
     import jinja2
 
     try:
@@ -167,7 +170,7 @@ def _render_probe(source: str, content: Any) -> str:
 
 
 def _without_vocabulary() -> Any:
-    """Return a renderer of templates for models without a tokenizer of Hugging Face."""
+    """Return a Hugging Face tokenizer without vocabulary, which only renders templates."""
     try:
         from transformers import PreTrainedTokenizerBase
     except ImportError as error:
