@@ -26,7 +26,8 @@ _VLLM_PORT = 8731
 
 
 class ServerProcess:
-    """A context manager that runs a server and ends it with its children."""
+    """A context manager that runs a server. The end of the block terminates the server, and kills
+    its process group if it still runs after 60 s."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
