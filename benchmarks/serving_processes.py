@@ -76,11 +76,11 @@ class ServerProcess:
 
     def _end(self) -> None:
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""

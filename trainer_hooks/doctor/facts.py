@@ -64,13 +64,14 @@ def facts_of(
 
 
 def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raise ConfigError for a token id too high for the vocabulary of the trainer's model."""
-    highest = int(batch.tokens_BT[batch.attention_mask_BT].max())
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"token id {highest} is outside the model's vocabulary of {vocab_size}; give engine "
-            "and trainer the same checkpoint and tokenizer"
-        )
+    """Raise ConfigError for a token id outside the vocabulary of the trainer's model."""
+    lowest, highest = map(int, batch.tokens_BT[batch.attention_mask_BT].aminmax())
+    for token in (lowest, highest):
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"token id {token} is outside the model's vocabulary of {vocab_size}; give engine "
+                "and trainer the same checkpoint and tokenizer"
+            )
 
 
 def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterator[Fact]:
