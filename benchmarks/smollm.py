@@ -1,11 +1,12 @@
-"""SmolLM2 learns two tasks by GRPO: seeds, a control with shuffled rewards, asynchronous, LoRA.
+"""Trains SmolLM2 by GRPO on two tasks, each with several seeds, and compares ways to train.
 
     python -m benchmarks.smollm                          # all runs, three minutes each on two cores
     python -m benchmarks.smollm --kinds reversal --seeds 1
-    python -m benchmarks.smollm --directory DIR          # only what is not in DIR yet
+    python -m benchmarks.smollm --directory DIR          # only the runs that DIR lacks
 
-Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables and
-draws docs/images/smollm.png; docs/how-to/smollm.md has both.
+The ways, on the first task: synchronous, asynchronous, LoRA, and a control with shuffled rewards.
+Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables. If
+both tasks were run, draws docs/images/smollm.png.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run. `exact`: the share of exact greedy answers by step. `parts_s`: seconds of
-    the steps by part, without evaluations."""
+    """A finished run. `exact`: the share of exact greedy answers, by step. `parts_s`: the seconds
+    that all steps spent in each of PARTS. Evaluations are not counted."""
 
     kind: str
     seed: int
@@ -103,7 +104,8 @@ def run_of(kind: str, seed: int, directory: Path) -> Run:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Return what was learned and what it cost, and the share of each part of the steps."""
+    """Return two Markdown tables: results and cost of each run, and the share of the steps' time
+    in each of PARTS for each kind."""
     lines = ["| run | seed | exact before | after | minutes | CPU minutes | peak memory, GiB |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for run in runs:
@@ -126,7 +128,8 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the share of exact held-out answers over the steps, one line for each run."""
+    """Draw the share of exact held-out answers over the steps: for each task one line per seed, and
+    one line for the control."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -154,7 +157,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def main() -> None:
-    """Make the runs that are missing, then print and draw all."""
+    """Make the missing runs and print the tables. Draw the plot if both tasks were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")

@@ -133,18 +133,18 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
 
 
 def _check_syntax(source: str) -> None:
-    """Raise ConfigError for a template with a syntax error, or a jinja2 that transformers refuses.
-
-    Raises ImportError without jinja2. Without transformers, nothing is checked.
-    """
-    import jinja2
-
+    """Raise ConfigError for a template with a syntax error, or if a package for templates is
+    missing or too old."""
     try:
+        import jinja2
+
         _render_probe(source, _PROBE)
-    except jinja2.TemplateSyntaxError as fault:
-        raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     except ImportError as fault:
         raise ConfigError(f"chat templates need more packages ({fault}): {INSTALL_TEXT}") from fault
+    except ConfigError:  # transformers is missing
+        raise
+    except jinja2.TemplateSyntaxError as fault:
+        raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     except Exception:  # the template refuses this conversation; others may pass
         return
 
