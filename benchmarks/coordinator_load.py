@@ -1,6 +1,7 @@
 """Requests, replies and measurement messages of the processes of `benchmarks.coordinator`.
 
-Used by `benchmarks.coordinator_bare`, `coordinator_real` and `coordinator_fleet`.
+Used by `benchmarks.coordinator_bare`, `benchmarks.coordinator_real` and
+`benchmarks.coordinator_fleet`.
 """
 
 from __future__ import annotations

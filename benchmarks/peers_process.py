@@ -1,6 +1,7 @@
 """Processes with a time limit: contestants, and installers of their environments.
 
-Used by `benchmarks.peers`, `peers_environments` and `peers_rounds`. Writes log files.
+Used by `benchmarks.peers`, `benchmarks.peers_environments` and `benchmarks.peers_rounds`. Writes
+log files.
 """
 
 from __future__ import annotations

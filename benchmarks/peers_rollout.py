@@ -1,4 +1,4 @@
-"""The process of rollout.LLM in `benchmarks.peers`; `peers_environments` starts it."""
+"""The process of rollout.LLM in `benchmarks.peers`. `benchmarks.peers_environments` starts it."""
 
 from __future__ import annotations
 

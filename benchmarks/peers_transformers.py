@@ -1,6 +1,6 @@
-"""The process of transformers' `generate` in `benchmarks.peers`; `peers_environments` starts it.
+"""The process of transformers' `generate` in `benchmarks.peers`: one batch, to the longest output.
 
-It runs one batch, to the longest output.
+`benchmarks.peers_environments` starts it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The workloads W1 to W4 of `benchmarks.peers`, with new prompts for every round.
 
-Used by `benchmarks.peers`, `peers_rounds` and `peers_report`.
+Used by `benchmarks.peers`, `benchmarks.peers_rounds` and `benchmarks.peers_report`.
 """
 
 from __future__ import annotations

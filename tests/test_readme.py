@@ -74,3 +74,16 @@ def test_extras_that_are_named_exist() -> None:
         named |= {("Makefile", extra) for extra in group.split(",")}
     assert {extra for _, extra in named} >= {"slurm", "smollm2", "trl"}
     assert [(name, extra) for name, extra in sorted(named) if extra not in extras] == []
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, flags=re.MULTILINE))
+    named = set()
+    for path in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        named |= set(re.findall(r"`make ([a-z0-9-]+)", path.read_text(encoding="utf-8")))
+    for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".ci" / "run"]:
+        commands = r"^(?:\s*- run: |\s*|exec )make ([a-z0-9-]+)"
+        named |= set(re.findall(commands, path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    assert named >= {"lint", "test", "docs", "wheel"}
+    assert named - targets == set()

@@ -45,7 +45,7 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Rename the outdated copy back to `target` if `target` is absent, else delete the copy."""
+    """Rename the old `target` back if a kill left no new one, else delete what is left of it."""
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)

@@ -34,15 +34,16 @@ COMMANDS = {
 }
 # Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
+ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # their help texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Errors are reported on stderr as one line, or as a JSON object with `--json`. The exit code is
-    then 2 for a wrong command line, config or request, and 1 for other errors. An interrupt returns
-    130, and a closed stdout returns 1; neither prints anything. arguments: the command line; None
-    for sys.argv.
+    then 2 for a wrong command line, config or request, and 1 for another RolloutError or OSError.
+    An interrupt returns 130, and a closed stdout returns 1; neither prints anything. Other
+    exceptions are raised. arguments: the command line; None for sys.argv.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -87,7 +88,7 @@ def _commands_of_packages() -> dict[str, EntryPoint]:
 def _help() -> str:
     lines = [f"  {name:<13}{about}" for name, about in COMMANDS.items()]
     lines += [
-        f"  {name:<13}a command of {entry.module}"
+        f"  {name:<13}{ABOUT_PACKAGES.get(name, f'a command of {entry.module}')}"
         for name, entry in sorted(_commands_of_packages().items())
     ]
     return "\n".join(

@@ -1,6 +1,7 @@
 """CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway.
 
-Engine and StepPipeline enter it around each call that changes state.
+Engine and StepPipeline enter it around each call that changes state. `rollout.engine.build` makes
+it.
 """
 
 from __future__ import annotations

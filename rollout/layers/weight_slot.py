@@ -282,8 +282,8 @@ class CutSlot:
 
 
 class AbsentSlot:
-    """The slot of a weight that only another rank has, such as its expert. It has no values: `read`
-    returns 0 rows. Its address is a unique negative number."""
+    """The slot of a weight, such as an expert's, that only another rank has. `read` returns 0 rows.
+    Its address is a unique negative number."""
 
     __slots__ = ("cut", "dtype", "shape")
     is_repacked = False

@@ -84,7 +84,7 @@ def lock_for_reading(descriptor: int) -> None:
 
 
 def lock_for_writing(descriptor: int) -> bool:
-    """Take the exclusive lock, until `unlock`. Return False if another process holds a lock."""
+    """Take the exclusive lock, until `unlock`. Return False if a reader or a writer holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -258,7 +258,7 @@ class TensorFile:
         self.address = f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def begin(self, first: int = 0) -> None:
-        """Drop all places and rewrite the file. The next tensor is put at byte `first` or later."""
+        """Drop all places, to rewrite the file. The next tensor is put at byte `first` or later."""
         self.places, self.num_bytes = {}, first
 
     def room_for(self, name: str, values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Encodes the fields of requests for msgpack, and decodes them: tensors, spans, params, top-n.
 
-Used by `serialize` and `deserialize` of `rollout.requests.request`, `dynamic_request` and `record`.
-`rollout` exports serialize_tensor and deserialize_tensor.
+Used by `rollout.requests.request`, `rollout.requests.dynamic_request` and `rollout.requests.record`
+to serialize. Users import serialize_tensor and deserialize_tensor from `rollout`.
 """
 
 from __future__ import annotations

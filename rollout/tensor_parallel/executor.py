@@ -227,8 +227,8 @@ class TensorParallelExecutor(WorkerExecutor):
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill child processes and wait for their end. SIGKILL, because they have nothing to clean up
-    and a stopped process reacts to no other signal."""
+    """Kill child processes and wait for their end. They have nothing to clean up, and SIGKILL ends
+    even a stopped process."""
     for child in children:
         child.kill()
     for child in children:

@@ -1,13 +1,17 @@
-"""A program that prints a digest of deterministic tokens and log-probs.
+"""A program that prints a digest of tokens and log-probs.
 
     python -m tests.backends.same_bits -march=x86-64-v3 1024
+    python -m tests.backends.same_bits -march=x86-64-v4,-mavx512bf16 128 --fastest
+    python -m tests.backends.same_bits wheel 128 --fastest
 
-The kernels are compiled for the processor that the first argument names.
+The kernels are compiled with the options of the first argument, or a wheel's. They are used with
+deterministic=True, or with --fastest as they are by default.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import sys
 
 import numpy as np
@@ -24,7 +28,7 @@ MODELS = {
 NUM_REQUESTS = 8
 
 
-def digest_of(num_tokens: int) -> str:
+def digest_of(num_tokens: int, *, deterministic: bool = True) -> str:
     """Return the digest of tokens and log-probs of each model in float32 and bfloat16.
 
     `num_tokens`: how many tokens of each model and dtype.
@@ -32,7 +36,7 @@ def digest_of(num_tokens: int) -> str:
     digest = hashlib.sha256()
     for make in MODELS.values():
         for dtype in ("float32", "bfloat16"):
-            engine = tiny_engine(make(), deterministic=True, dtype=dtype, seed=3)
+            engine = tiny_engine(make(), deterministic=deterministic, dtype=dtype, seed=3)
             for seed in range(NUM_REQUESTS):
                 params = SamplingParams(
                     num_tokens_to_generate=num_tokens // NUM_REQUESTS,
@@ -51,7 +55,8 @@ def digest_of(num_tokens: int) -> str:
 
 
 if __name__ == "__main__":
-    march, count = sys.argv[1:]
-    flags = tuple(f for f in library._FLAGS if not f.startswith("-march"))
-    library._FLAGS = (*flags, march)
-    print(digest_of(int(count)))
+    options, count, *fastest = sys.argv[1:]
+    logging.basicConfig(level=logging.INFO)  # which library is loaded, on stderr
+    if options != "wheel":
+        library._HERE = tuple(options.split(","))
+    print(digest_of(int(count), deterministic=not fastest))

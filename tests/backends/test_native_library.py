@@ -1,8 +1,10 @@
-"""load_library: kernels are compiled once, kept in a private folder, and optional."""
+"""load_library: a wheel's kernels, or those compiled once and kept in a private folder."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,14 @@ import torch
 
 from rollout.backends.cpu.attention import NativePagedAttention
 from rollout.backends.cpu.backend import cpu_backend
-from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.library import (
+    FOLDER,
+    TARGETS,
+    bundled_path,
+    cpu_flags,
+    find_bundled,
+    load_library,
+)
 from rollout.backends.cpu.linear_ops import CpuOps
 from rollout.backends.cpu.ops import NativeOps
 from rollout.backends.cpu.torch_sdpa import TorchSdpaAttention
@@ -39,6 +48,16 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def wheel_folder(tmp_path: Path) -> Path:
+    """Return a copy of the sources with an empty library for each target."""
+    folder = tmp_path / "native"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.so"))
+    for target in TARGETS:
+        bundled_path(folder, target).touch()
+    return folder
+
+
 def last_line(caplog: pytest.LogCaptureFixture) -> str:
     return caplog.records[-1].getMessage()
 
@@ -52,6 +71,109 @@ def test_load_library_compiles_once_and_then_loads(
     assert load_library() is not None
     assert "loaded" in last_line(caplog)
     assert [path.suffix for path in (cache_home / "rollout" / "native").iterdir()] == [".so"]
+
+
+V3 = (
+    "fpu vme sse sse2 pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt xsave avx f16c lahf_lm abm "
+    "bmi1 avx2 bmi2"
+)
+V4 = f"{V3} avx512f avx512dq avx512cd avx512bw avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen"),
+    [
+        ("", None),  # not x86-64, or no /proc
+        (V3.replace(" fma", ""), None),
+        (V3, "x86-64-v3"),
+        (V3 + " avx512f avx512cd", "x86-64-v3"),  # Xeon Phi
+        (V3 + " avx_vnni amx_tile", "x86-64-v3"),
+        (V4, "x86-64-v4"),
+        (V4 + " amx_tile amx_bf16", "x86-64-v4"),
+        (V4 + " avx512_bf16 avx512_vnni", "x86-64-v4-bf16"),
+        (V4 + " avx512_bf16 amx_tile amx_int8", "x86-64-v4-bf16"),
+        (V4 + " avx512_bf16 amx_tile amx_bf16 amx_int8", "x86-64-v4-amx"),
+    ],
+)
+def test_find_bundled_chooses_by_cpu_flags(
+    wheel_folder: Path, flags: str, chosen: str | None
+) -> None:
+    path, why = find_bundled(wheel_folder, flags.split())
+    assert (path and path.name.rpartition("-")[0]) == chosen
+    expected = "need x86-64-v3, which this processor is not" if chosen is None else f"for {chosen}"
+    assert why.endswith(expected)
+
+
+def test_cpu_flags_agree_with_glibc_on_the_levels_of_x86_64() -> None:
+    """The dynamic loader lists the levels that this processor has."""
+    loader = Path("/lib64/ld-linux-x86-64.so.2")
+    listed = "" if not loader.exists() else subprocess.getoutput(f"{loader} --help")
+    if "x86-64-v3 " not in listed:
+        pytest.skip("no loader of glibc 2.33 or later for x86-64")
+    for target in TARGETS[-2:]:
+        supported = f"{target.name} (supported" in listed
+        assert (target.cpu_flags <= cpu_flags()) == supported, target.name
+
+
+def test_find_bundled_takes_the_next_target_if_a_library_is_missing(wheel_folder: Path) -> None:
+    flags = (V4 + " avx512_bf16").split()
+    bundled_path(wheel_folder, TARGETS[1]).unlink()
+    path, _ = find_bundled(wheel_folder, flags)
+    assert path == bundled_path(wheel_folder, TARGETS[2])
+    for target in TARGETS[2:]:
+        bundled_path(wheel_folder, target).unlink()
+    path, why = find_bundled(wheel_folder, flags)
+    assert (path, why) == (
+        None,
+        "the wheel's kernels for x86-64-v4-bf16 are missing or of other sources",
+    )
+
+
+@pytest.mark.parametrize("source", ["linear.c", "vectors.h"])
+def test_find_bundled_never_takes_a_library_of_other_sources(
+    wheel_folder: Path, source: str
+) -> None:
+    with (wheel_folder / source).open("a") as file:
+        file.write("/* edited */\n")
+    path, why = find_bundled(wheel_folder, V3.split())
+    assert path is None
+    assert "of other sources" in why
+
+
+def test_find_bundled_of_a_source_tree_has_none() -> None:
+    path, why = find_bundled(FOLDER, V4.split())
+    assert (path, why) == (None, "this installation has no compiled kernels")
+
+
+def test_load_library_compiles_if_a_wheels_library_cannot_be_loaded(
+    cache_home: Path, wheel_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The empty files are no shared objects."""
+    if not TARGETS[-1].cpu_flags <= cpu_flags():
+        pytest.skip("the processor is below x86-64-v3")
+    caplog.set_level(logging.INFO)
+    assert load_library(wheel_folder) is not None
+    assert "native kernels: compiled" in last_line(caplog)
+    assert ".so cannot be loaded: " in last_line(caplog)
+
+
+def test_load_library_takes_a_wheels_library_and_asks_no_compiler(
+    cache_home: Path,
+    wheel_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fitting = next((t for t in TARGETS if t.cpu_flags <= cpu_flags()), None)
+    compiled = load_library()
+    if fitting is None or compiled is None:
+        pytest.skip("the processor is below x86-64-v3")
+    shutil.copy(compiled._name, bundled_path(wheel_folder, fitting))
+    monkeypatch.setenv("CC", "false")
+    caplog.set_level(logging.INFO)
+    library = load_library(wheel_folder)
+    assert library is not None
+    assert library._name == str(bundled_path(wheel_folder, fitting))
+    assert last_line(caplog).endswith(f"(from the wheel, for {fitting.name})")
 
 
 def test_a_backend_uses_the_kernels() -> None:

@@ -42,12 +42,12 @@ class RewardFunctionError(RolloutError):
 class RemoteTraceback(Exception):
     """The traceback, as text, of an error in another process. Cause of the error raised here.
 
-    `place`: result of `place_of` in that process.
+    `raised_at`: result of the function `raised_at` in that process.
     """
 
-    def __init__(self, text: str, place: str) -> None:
-        super().__init__(text, place)
-        self.text, self.place = text, place
+    def __init__(self, text: str, raised_at: str) -> None:
+        super().__init__(text, raised_at)
+        self.text, self.raised_at = text, raised_at
 
     def __str__(self) -> str:
         return f"\n{self.text}"
@@ -55,16 +55,16 @@ class RemoteTraceback(Exception):
     @classmethod
     def of(cls, error: BaseException) -> RemoteTraceback:
         """Return the traceback of `error`, with those of all its causes."""
-        return cls("".join(traceback.format_exception(error)), place_of(error))
+        return cls("".join(traceback.format_exception(error)), raised_at(error))
 
 
-def place_of(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """Return the type of `error` and the line that raised it, as text without the message.
 
     Messages may differ with the data, so FailureLog compares errors by this text.
     """
     if isinstance(error.__cause__, RemoteTraceback):
-        return error.__cause__.place
+        return error.__cause__.raised_at
     frames = traceback.extract_tb(error.__traceback__)
     line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__} at {line}"
@@ -89,8 +89,8 @@ class FailureLog:
         self._counts: Counter[str] = Counter()
 
     def add(self, error: BaseException) -> None:
-        """Count `error` and log it if due. Errors raised by the same line count as one."""
-        place = place_of(error)
+        """Count `error` and log it if due. Errors of one type from one line count as one."""
+        place = raised_at(error)
         self._counts[place] += 1
         count = self._counts[place]
         if count == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
@@ -29,6 +30,7 @@ from trainer_hooks.train.config_loading import (
     load_dataclass,
     unknown_key_error,
 )
+from trainer_hooks.train.override_help import override_help
 from trainer_hooks.update.guarded_step import NonFiniteGradientError
 
 # Errors that end a job with their message alone; for others Hydra prints a traceback.
@@ -65,6 +67,10 @@ def run_hydra_job(
     try:
         # Hydra's parser refuses overrides on both sides of a flag.
         sys.argv[1:] = sorted(checked_overrides(sys.argv[1:], kind), key=_is_override)
+        if not {"--help", "-h"}.isdisjoint(sys.argv):
+            text = override_help(kind, Path(config_path), config_name, sys.argv[1:])
+            Console().print(text, markup=False, highlight=False, soft_wrap=True)
+            return
         entry(compose_and_call)()
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error

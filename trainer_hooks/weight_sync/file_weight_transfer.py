@@ -79,7 +79,7 @@ class FileWeightTransfer:
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
         """Write all tensors and return when all engines have committed them.
 
-        Gathering sharded tensors is a collective. After an error the server has its old weights.
+        Gathering sharded tensors is a collective. A server that reports an error keeps its weights.
         """
         tensors = iter(iterator)
         try:

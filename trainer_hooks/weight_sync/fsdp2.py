@@ -55,7 +55,7 @@ def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A sharded policy with its whole tensors; {} on ranks that do not save."""
+    """A sharded policy and its whole `tensors`, which only the rank that saves has."""
 
     policy: Any
     tensors: dict[str, Tensor]

@@ -115,7 +115,7 @@ class NativeDecoder:
         dtype.
 
         Returns None, and does nothing, if the kernels do not support the dtype or the sizes, or if
-        another product was chosen for this number of rows.
+        another product was chosen for this number of rows. A deterministic decoder never does.
         """
         generation = sum([handle.generation for handle in self.handles])
         addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
@@ -295,7 +295,7 @@ def native_decoder(
     """Return a decoder of these parts; None if `parts` is None, for a model whose layers must run
     one by one.
 
-    Raises ConfigError if `deterministic` is True and no pass, or not every pass, can run fused.
+    Raises ConfigError if `deterministic` is True and the model cannot run fused.
     """
     if parts is not None:
         return NativeDecoder(kernels, parts, deterministic=deterministic)

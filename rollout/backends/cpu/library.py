@@ -1,7 +1,10 @@
-"""Build the C kernels with the system's compiler, once per machine and version, and load them.
+"""The compiled CPU kernels: choose a library that a wheel brings, or compile one, and load it.
 
-`rollout.backends.cpu.backend` calls `load_library`. The shared object is written to the user's
-cache directory, and read from there afterwards.
+`rollout.backends.cpu.backend` calls `load_library`, which logs the library and why it was chosen. A
+wheel has a library for each of `TARGETS`. Where none fits, the system's compiler builds one at
+first use. It is written to the user's cache directory, and read from there afterwards. The kernels
+are plain C and use nothing of Python or torch; a wheel's libraries take OpenMP from torch, which
+has loaded it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,82 +28,197 @@ from rollout.backends.cpu.user_cache import private_folder
 logger = logging.getLogger(__name__)
 
 SWITCH = "ROLLOUT_NATIVE"  # environment variable; "0" turns the kernels off
-_FOLDER = Path(__file__).parent / "native"
+FOLDER = Path(__file__).parent / "native"  # of the sources, and of a wheel's libraries
+_CPU_INFO = Path("/proc/cpuinfo")
 # No -ffast-math: the kernels distinguish NaN and infinity. Vectors and fused multiply-adds are
 # explicit in the source, so that results have the same bits for each -march.
 _FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
-    *("-std=gnu11", "-fvisibility=hidden", "-shared", "-fPIC"),
+    *("-O3", "-fno-math-errno", "-ffp-contract=off"),
+    *("-std=gnu11", "-fvisibility=hidden", "-fPIC"),
 )
+_HERE = ("-march=native",)
 _COMPILE_TIMEOUT_S = 120
 _FALLBACK = "using torch, which is 2 to 3 times slower"
 
 
-def load_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A kind of x86-64 processor that wheels have a library for.
 
-    Returns None, and logs the reason in one line, if ROLLOUT_NATIVE is 0, without a C compiler, or
-    if compiling or loading fails.
+    name: first part of the library's file name.
+    options: options of GCC and Clang for this target.
+    cpu_flags: features that the processor must have, as /proc/cpuinfo names them.
+    """
+
+    name: str
+    options: tuple[str, ...]
+    cpu_flags: frozenset[str]
+
+
+# Levels of the x86-64 psABI. Of v4's processors those from 2022 on also multiply pairs of bfloat16
+# numbers, which doubles the speed of many rows.
+_V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+_BF16 = f"{_V4} avx512_bf16"
+_BF16_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16")
+# The best first.
+TARGETS = (
+    Target(
+        name="x86-64-v4-amx",
+        options=(*_BF16_OPTIONS, "-mamx-tile", "-mamx-bf16"),
+        cpu_flags=frozenset(f"{_BF16} amx_tile amx_bf16".split()),
+    ),
+    Target(name="x86-64-v4-bf16", options=_BF16_OPTIONS, cpu_flags=frozenset(_BF16.split())),
+    Target(name="x86-64-v4", options=("-march=x86-64-v4",), cpu_flags=frozenset(_V4.split())),
+    Target(name="x86-64-v3", options=("-march=x86-64-v3",), cpu_flags=frozenset(_V3.split())),
+)
+
+
+def load_library(folder: Path = FOLDER) -> ctypes.CDLL | None:
+    """Return the kernels, or None; log in one line which library was loaded, or why none was.
+
+    `folder` has the sources, and the libraries of a wheel. None if ROLLOUT_NATIVE=0, or if there is
+    neither a library that fits nor a C compiler that works.
     """
     if os.environ.get(SWITCH) == "0":
         logger.info("native kernels: off (%s=0); using torch", SWITCH)
         return None
+    path, why = find_bundled(folder, cpu_flags())
+    if path is not None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            why = f"{path.name} cannot be loaded: {error}"
+        else:
+            logger.info("native kernels: loaded %s (%s)", path, why)
+            return library
+    return _compiled_library(folder, why)
+
+
+def find_bundled(folder: Path, flags: Collection[str]) -> tuple[Path | None, str]:
+    """Return the library in `folder` for a processor with these flags, and the reason for it.
+
+    It is the first of TARGETS that the processor can run and that was compiled from the sources in
+    `folder` as they are now. None if there is none; the reason then says what is missing.
+    """
+    if not any(folder.glob("*.so")):
+        return None, "this installation has no compiled kernels"
+    fitting = [target for target in TARGETS if target.cpu_flags <= set(flags)]
+    if not fitting:
+        return None, f"the wheel's kernels need {TARGETS[-1].name}, which this processor is not"
+    for target in fitting:
+        path = bundled_path(folder, target)
+        if path.exists():
+            return path, f"from the wheel, for {target.name}"
+    return None, f"the wheel's kernels for {fitting[0].name} are missing or of other sources"
+
+
+def bundled_path(folder: Path, target: Target) -> Path:
+    """Return where a wheel has the library of `target`. The name has a digest of the sources."""
+    return folder / f"{target.name}-{_digest(folder, *_FLAGS, *target.options)}.so"
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the processor's features that the system has enabled; none off x86-64 Linux."""
+    lines = (line.partition(":") for line in _cpu_lines())
+    return next(
+        (frozenset(words.split()) for name, _, words in lines if name.strip() == "flags"),
+        frozenset(),
+    )
+
+
+def build_bundled(folder: Path, compiler: str) -> Iterator[Path]:
+    """Compile the library of each of TARGETS beside the sources in `folder`; yield their paths.
+
+    They are not linked with OpenMP: torch's own, which every process has loaded for all libraries,
+    serves them, whatever its file is called. Raises CalledProcessError.
+    """
+    for target in TARGETS:
+        path = bundled_path(folder, target)
+        with tempfile.TemporaryDirectory() as objects:
+            compile_only = (compiler, *_FLAGS, *target.options, "-fopenmp", "-c")
+            _run([*compile_only, *map(str, _sources(folder))], cwd=objects)
+            parts = sorted(map(str, Path(objects).glob("*.o")))
+            _run([compiler, "-shared", *parts, "-o", str(path), "-lm"])
+        yield path
+
+
+def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
+    """Return the kernels that the system's compiler has built for this machine; None if it fails.
+
+    `why`: the reason that no library of a wheel is loaded, for the log.
+    """
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
-        logger.warning("native kernels: off (no C compiler found: install gcc); %s", _FALLBACK)
+        logger.warning(
+            "native kernels: off (%s, and no C compiler found: install gcc); %s", why, _FALLBACK
+        )
         return None
     started = time.monotonic()
     try:
-        path, was_built = _build(compiler)
+        path, was_built = _build(folder, compiler)
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or error
-        logger.warning("native kernels: off (%s); %s", str(detail).strip(), _FALLBACK)
+        logger.warning("native kernels: off (%s; %s); %s", why, str(detail).strip(), _FALLBACK)
         return None
     how = "compiled" if was_built else "loaded"
-    logger.info("native kernels: %s %s (%.2f s)", how, path, time.monotonic() - started)
+    logger.info("native kernels: %s %s (%.2f s; %s)", how, path, time.monotonic() - started, why)
     return library
 
 
-def _build(compiler: str) -> tuple[Path, bool]:
+def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
     """Return the path of the shared object for these sources, compiler, flags and CPU, and whether
     it was compiled now."""
-    sources = sorted(_FOLDER.glob("*.c"))
-    path = private_folder("native") / f"{_digest(compiler, sources)}.so"
+    flags = (*_FLAGS, *_HERE)
+    path = private_folder("native") / f"{_digest(folder, compiler, *flags, *_cpu_identity())}.so"
     if path.exists():
         return path, False
     # Compile to another name, then rename: other processes see a whole file or none.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
+    command = [compiler, *flags, "-shared", *map(str, _sources(folder)), "-o", unfinished, "-lm"]
     try:
-        _compile([compiler, *_FLAGS, *map(str, sources), "-o", unfinished, "-lm"])
+        try:
+            _run([*command, "-fopenmp"], timeout=_COMPILE_TIMEOUT_S)
+        except subprocess.CalledProcessError:
+            # The compiler lacks OpenMP. Kernels then run on one thread, except where Python splits
+            # the work.
+            _run(command, timeout=_COMPILE_TIMEOUT_S)
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return path, True
 
 
-def _compile(command: list[str]) -> None:
-    """Run the compile command with OpenMP, or without it if the compiler lacks it. All kernels then
-    run on one thread, except where Python splits the work."""
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMPILE_TIMEOUT_S}
-    if subprocess.run([*command, "-fopenmp"], **options).returncode:
-        subprocess.run(command, check=True, **options)
+def _run(command: list[str], **options: Any) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, **options)
 
 
-def _digest(compiler: str, sources: list[Path]) -> str:
-    digest = hashlib.sha256("\0".join((compiler, *_FLAGS, _cpu_identity())).encode())
-    for file in (*sources, *sorted(_FOLDER.glob("*.h"))):
+def _sources(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.c"))
+
+
+def _digest(folder: Path, *words: str) -> str:
+    """Return a digest of `words` and of the names and contents of all sources."""
+    digest = hashlib.sha256("\0".join(words).encode())
+    for file in (*_sources(folder), *sorted(folder.glob("*.h"))):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:32]
 
 
-def _cpu_identity() -> str:
-    """Return a text that identifies the CPU type, on which -march=native depends. It is part of the
-    digest, because different machines may share a home folder."""
+def _cpu_lines() -> list[str]:
+    """Return the lines of /proc/cpuinfo about the first processor; none where it is missing."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+        return _CPU_INFO.read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
-        return platform.machine() + platform.processor()
+        return []
+
+
+def _cpu_identity() -> list[str]:
+    """Return lines that identify the CPU type, on which -march=native depends. They are part of the
+    digest, because different machines may share a home folder."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
-    return "\n".join(line for line in lines if line.split("\t")[0].strip() in names)
+    lines = [line for line in _cpu_lines() if line.split("\t")[0].strip() in names]
+    return lines or [platform.machine() + platform.processor()]

@@ -3,10 +3,10 @@
 TritonPagedAttention in `rollout.backends.cuda.attention` makes one for each forward pass; all
 layers share it, and the kernels of `rollout.backends.cuda.attention_kernels` use `share_of`.
 
-Decode: the context tiles of all rows and KV heads are numbered through and cut into equal shares,
-one for each program. Prefill: query tiles are sorted by the lengths of their contexts, longest
-first. If whole tiles would leave multiprocessors idle, long contexts are cut into parts of one
-size. Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape
+Decode: the context tiles of all rows and KV heads are put in one sequence and cut into equal
+shares, one for each program. Prefill: query tiles are sorted by the lengths of their contexts, the
+longest first. If whole tiles would leave multiprocessors idle, long contexts are cut into parts of
+one size. Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape
 letters: R rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
 """
 

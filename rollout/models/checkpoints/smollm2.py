@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def model_directory(model: T) -> T | str:
     """Return the converted directory if `model` is "smollm2", and any other `model` unchanged.
 
-    If the working directory has a file of that name, "smollm2" is unchanged, too. Raises
+    If the working directory has a file or folder of that name, "smollm2" is unchanged, too. Raises
     ConfigError as `smollm2_directory` does.
     """
     is_named = isinstance(model, str) and model == NAME and not Path(model).exists()

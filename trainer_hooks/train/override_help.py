@@ -1,0 +1,153 @@
+"""`rollout train --help`: the config groups, and every key with its value and that value's source.
+
+Used by `trainer_hooks.train.hydra_job`, before Hydra composes a config: help must not need a
+complete one. Only reads config files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import MISSING, OmegaConf
+
+from rollout.errors import ConfigError
+from rollout.keyword_hints import field_types
+from trainer_hooks.train.config_loading import as_plain, dataclass_of
+
+_USAGE = """\
+usage: rollout train [--config-name NAME] [--config-dir DIR] [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Train a model by reinforcement learning. An entry config chooses an option of each group; your
+overrides come on top.
+
+  --config-name NAME  the entry config: {entries}; train if not given
+  --config-dir DIR    a directory with configs of your own
+  --multirun          run each combination of KEY=VALUE,VALUE
+  --cfg job           print the composed config as YAML and exit
+"""
+_LEFT_OPEN = MISSING  # the value ??? of a key or a group that has no default
+_DEFAULT = "default"
+_NO_ENTRIES = ("_dummy_empty_config_", "base")
+
+
+class Setting(NamedTuple):
+    """A value of a key, and its source: a file of conf/, "command line", or "default"."""
+
+    value: Any
+    source: str
+
+
+def override_help(kind: type, directory: Path, config_name: str, arguments: Sequence[str]) -> str:
+    """Return the help of a job whose whole config is a `kind`.
+
+    `directory`, `config_name`: directory of the configs, and its entry config if `arguments` do not
+    name one. `arguments`: the command line, whose overrides `checked_overrides` returned.
+    Raises ConfigError for a config or an option that does not exist.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--config-name", "-cn", default=config_name)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    given, others = parser.parse_known_args(list(arguments))
+    overrides = [argument for argument in others if not argument.startswith("-")]
+    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
+        loader: Any = GlobalHydra.instance().config_loader()
+        if given.config_dir is not None:
+            loader.config_search_path.prepend("own", f"file://{given.config_dir.resolve()}")
+            loader.repository.initialize_sources(loader.config_search_path)
+        try:
+            return "\n".join(_help(kind, loader, given.config_name, overrides))
+        except HydraException as error:
+            raise ConfigError(str(error)) from error
+
+
+def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -> Iterator[str]:
+    # Only a multirun may leave a group without a choice, as train.yaml leaves `data`.
+    composed = loader.compute_defaults_list(config_name, list(overrides), RunMode.MULTIRUN)
+    written: dict[str, Setting] = {}
+    for part in composed.defaults:
+        if not part.config_path.startswith("hydra/"):
+            values = OmegaConf.to_container(loader.repository.load_config(part.config_path).config)
+            for key, value in _leaves(values, part.package or ""):
+                written[key] = Setting(value, f"{part.config_path}.yaml")
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if "." in (key := override.key_or_group):
+            written[key] = Setting(override.value(), "command line")
+    entries = [name for name in loader.get_group_options("") if name not in _NO_ENTRIES]
+    yield _USAGE.format(entries=", ".join(entries))
+    yield f"groups of {config_name}, GROUP=OPTION:"
+    for group in loader.list_groups(""):
+        if group != "hydra":
+            chosen = composed.overrides.known_choices.get(group)
+            others = [name for name in loader.get_group_options(group) if name != chosen]
+            given = f"{group}={'' if chosen == _LEFT_OPEN else chosen}"
+            yield f"  {given:<26} or {', '.join(others)}"
+    yield f"\nkeys of {config_name}, KEY=VALUE, and where the value comes from:"
+    for key, choices, setting in _settings(kind, written, ""):
+        shown = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
+        is_open = setting.value == _LEFT_OPEN
+        given, source = (
+            f"{key}={'' if is_open else shown}",
+            "required" if is_open else setting.source,
+        )
+        yield f"  {given:<58} {source}{f': {choices}' if choices else ''}"
+
+
+def _leaves(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of everything in `values` that is not a mapping."""
+    if isinstance(values, Mapping) and values:
+        for name, value in values.items():
+            yield from _leaves(value, f"{path}.{name}" if path else str(name))
+    elif path and path != "hydra" and not path.startswith("hydra."):
+        yield path, values
+
+
+def _settings(
+    kind: type, written: Mapping[str, Setting], path: str
+) -> Iterator[tuple[str, str, Setting]]:
+    """Yield the key, choices and setting of each field of the dataclass `kind` at `path`.
+
+    A mapping with names of its own, such as reward.terms, has a row for each written value in it.
+    """
+    types = field_types(kind)
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        key = f"{path}.{field.name}" if path else field.name
+        part, default = dataclass_of(types[field.name]), _default(field)
+        below = {name: own for name, own in written.items() if name.startswith(f"{key}.")}
+        if part is None and below:
+            yield from ((name, "", setting) for name, setting in below.items())
+        elif part is None or (default.value is None and not below):
+            yield key, _choices(types[field.name]), written.get(key, default)
+        if part is not None:
+            yield from _settings(part, written, key)
+
+
+def _default(field: dataclasses.Field[Any]) -> Setting:
+    if field.default is not dataclasses.MISSING:
+        return Setting(as_plain(field.default), _DEFAULT)
+    if field.default_factory is not dataclasses.MISSING:
+        return Setting(as_plain(field.default_factory()), _DEFAULT)
+    return Setting(_LEFT_OPEN, _DEFAULT)
+
+
+def _choices(kind: Any) -> str:
+    """Return the values that a Literal or an enum may have; "" for other types."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return ", ".join(str(member.value) for member in kind)
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        return ", ".join(map(str, options))
+    return ", ".join(filter(None, map(_choices, options)))
