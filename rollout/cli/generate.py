@@ -66,7 +66,13 @@ def run(words: Sequence[str]) -> int:
     with ExitStack() as files:
         lines: Iterable[bytes] = sys.stdin.buffer
         if given.input:
-            lines = files.enter_context(Path(given.input).open("rb"))
+            try:
+                lines = files.enter_context(Path(given.input).open("rb"))
+            except OSError as error:
+                raise UsageError(
+                    f"--input {given.input}: {error.strerror}; give a file of prompts, or leave "
+                    "--input out to read stdin"
+                ) from error
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
         output = sys.stdout
         if given.output:
@@ -111,14 +117,15 @@ def _engine_kinds() -> Kinds:
 def _parser() -> Parser:
     parser = Parser(
         "generate",
-        "Complete prompts, in UTF-8. Each line is a prompt: text, or a JSON object with `prompt`"
-        " (text or token ids), `prompt_token_ids` or `messages`. Its other keys are copied to the"
-        " output.",
+        "Complete the prompts of a file or of stdin, in UTF-8. Each line is a prompt: text, or a\n"
+        "JSON object with `prompt` (text or token ids), `prompt_token_ids` or `messages`. Other\n"
+        "keys of the object are copied to the output. Each sample is a line of JSON.",
     )
     parser.epilog = (
         MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
-        "  n=N                   samples of each prompt\n"
-        f"  {_STEP_TOKENS}=N   most tokens of one step of the engine\n"
+        "  num_tokens_to_generate=N   most tokens of each sample\n"
+        "  n=N                        samples of each prompt (1)\n"
+        f"  {_STEP_TOKENS}=N        most tokens of one step of the engine\n"
     )
     parser.add_argument("--input", metavar="FILE", help="file of prompts (default: stdin)")
     parser.add_argument(

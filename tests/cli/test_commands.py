@@ -51,6 +51,8 @@ def test_mistakes_are_one_line_and_exit_with_2(capsys: pytest.CaptureFixture[str
         (["bench", model, "block_size_tokens=3"], "must be a power of two"),
         (["bench", "serving"], "url is missing"),
         (["generate", "--input"], "expected one argument"),
+        (["generate", model, "--input", "/none"], "give a file of prompts, or leave --input out"),
+        (["bench", model, "gpu_memory_utilization=0.9"], "is buffer_size_gb (the GiB of the KV"),
         (["generate", model, "max_tokens=4"], "max_tokens is num_tokens_to_generate (and engine."),
         (["generate", model, "max_num_batched_tokens=4"], "is engine.max_tokens here"),
     ):
@@ -66,7 +68,9 @@ def test_faults_exit_with_1_and_json_errors_are_json(capsys: pytest.CaptureFixtu
     words = ["bench", "serving", "url=http://127.0.0.1:9", "--json"]
     assert main(words) == 1
     (error,) = lines_of(capsys.readouterr().err)
-    assert error["error"]["type"] == "ClientConnectorError"
+    assert error["error"]["type"] == "RolloutError"
+    assert "cannot connect to http://127.0.0.1:9" in error["error"]["message"]
+    assert "rollout serve" in error["error"]["message"]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
