@@ -11,14 +11,12 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollout.apis.arguments import RolloutGroup
 from rollout.apis.llm import LLM
@@ -43,6 +41,8 @@ _HINTS |= {
     "max_tokens": f"num_tokens_to_generate (and {_STEP_TOKENS} for the tokens of one step)",
     "max_num_batched_tokens": _STEP_TOKENS,
 }
+
+Advance = Callable[[int], None]  # takes the number of tokens of a finished prompt
 
 
 def run(words: Sequence[str]) -> int:
@@ -197,21 +197,11 @@ class _Counts:
         self.num_generated_tokens += row["num_generated_tokens"]
 
 
-@contextmanager
-def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
-    """Show a progress bar on stderr, if `is_shown`. Yields advance(num_tokens), to be called for
-    each finished prompt."""
-    columns = (
-        *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-    )
-    start, num_tokens = time.monotonic(), 0
-    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
-        task = bar.add_task("prompts", total=num_prompts, rate=0.0)
+def _progress(num_prompts: int, *, is_shown: bool) -> AbstractContextManager[Advance]:
+    """Show a progress bar on stderr, if `is_shown` and the package rich is installed. The context
+    manager yields a function to call for each finished prompt."""
+    if not is_shown or find_spec("rich") is None:
+        return nullcontext(lambda num_tokens: None)
+    from rollout.cli.progress import progress_bar
 
-        def advance(count: int) -> None:
-            nonlocal num_tokens
-            num_tokens += count
-            bar.update(task, advance=1, rate=num_tokens / max(1e-9, time.monotonic() - start))
-
-        yield advance
+    return progress_bar(num_prompts)

@@ -16,8 +16,9 @@ from rollout.control.state import EngineState
 from rollout.sampling_params import SamplingParams
 from rollout.serve.access import Access
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.openapi import installed_version
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0

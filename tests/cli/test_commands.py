@@ -96,6 +96,28 @@ def test_the_module_runs_as_a_program() -> None:
 # ---- generate
 
 
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("has_rich", [True, False], ids=["", "without rich"])
+def test_generate_shows_a_progress_bar_in_a_terminal_if_rich_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_rich: bool
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1, 2, 3]}, {"prompt": [4]})
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["generate", directory(), *SMALL, "num_tokens_to_generate=2"]) == 0
+    assert len(lines_of(capsys.readouterr().out)) == 2
+    shown = terminal.getvalue()
+    assert ("prompts" in shown and "2/2" in shown and "tokens/s" in shown) == has_rich
+
+
 def test_generate_writes_the_samples_of_llm_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 from aiohttp import web
 
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.fields import Fields, neutral
 from rollout.serve.openapi import installed_version
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, get_route
 
 
