@@ -29,7 +29,7 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 _OLDEST_GLIBC = 17  # of glibc 2.17, the oldest that manylinux names
 
 
-class PlatformDistribution(setuptools.Distribution):  # type: ignore[misc]
+class PlatformDistribution(setuptools.Distribution):
     """A distribution with files for one platform, though Python builds none of them."""
 
     def has_ext_modules(self) -> bool:
@@ -81,7 +81,7 @@ def platform_tag(libraries: Iterable[Path]) -> str:
 
 
 def _build_wheel(tree: Path, tag: str, target: Path) -> Path:
-    class TaggedWheel(bdist_wheel):  # type: ignore[misc]
+    class TaggedWheel(bdist_wheel):
         """Its kernels are loaded by ctypes: any version of Python 3."""
 
         def get_tag(self) -> tuple[str, str, str]:
