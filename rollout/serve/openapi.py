@@ -23,7 +23,7 @@ _ERRORS = {
     "404": "The model is not served.",
     "405": "The path has another method.",
     "408": "The body did not arrive in time.",
-    "409": "Another call changed the pause, or the weights, meanwhile.",
+    "409": "Another call changed the pause or the weights meanwhile, or the weights are released.",
     "413": "The body is too large.",
     "415": "The body is not declared as JSON.",
     "429": "Too many requests wait; try again after Retry-After seconds.",

@@ -258,6 +258,14 @@ def test_weight_checker_answers_for_each_weight_and_compares(served: Served) -> 
         assert served.post("/weight_checker", bad).status == 400
 
 
+def test_weight_checker_of_released_weights_is_a_conflict(served: Served) -> None:
+    assert served.post("/sleep?level=1").status == 200
+    answer = served.post("/weight_checker", {"action": "checksum"})
+    assert answer.status == 409
+    assert "the weights' memory is released" in answer.json()["error"]["message"]
+    assert served.post("/wake_up").status == 200
+
+
 @pytest.mark.parametrize(
     "path", ["/pause?mode=stop", "/sleep?level=3", "/wake_up?tags=disk", "/pause?clear_cache=2"]
 )

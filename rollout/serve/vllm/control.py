@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from rollout.engine.suspension import KV_CACHE, RESOURCES
+from rollout.errors import EngineStateError
 from rollout.serve.control.handlers import (
     FinishBody,
     VersionBody,
@@ -266,12 +267,16 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
 
 async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
     """Return the checksum of each weight by name, asking the engines page by page. Raises ApiError
-    if engines differ, if there is no engine, or if the weights change meanwhile."""
+    if engines differ, if there is no engine, and if the weights are released or change
+    meanwhile."""
     found: dict[str, str] = {}
     versions: set[int] = set()
     num_weights = 1
     while len(found) < num_weights:
-        pages = await llm.weight_checksums(len(found))
+        try:
+            pages = await llm.weight_checksums(len(found))
+        except EngineStateError as error:  # the weights are released or discarded
+            raise ApiError(409, str(error)) from error
         if not pages:
             raise ApiError(503, "no engine is connected to compute checksums")
         (first, page), *others = pages.items()
