@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from rollout.backends.cpu import library as library_module
 from rollout.backends.cpu.attention import NativePagedAttention
 from rollout.backends.cpu.backend import cpu_backend
 from rollout.backends.cpu.library import (
@@ -217,6 +223,176 @@ def test_load_library_with_a_failing_compiler_warns_and_leaves_no_file(
     assert load_library() is None
     assert caplog.records[-1].levelno == logging.WARNING
     assert not list((cache_home / "rollout" / "native").iterdir())
+
+
+def test_load_library_says_the_compilers_error_once(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuses = fake_compiler(cache_home, monkeypatch, 'echo "no such option" >&2; exit 1')
+    assert load_library() is None
+    (warning,) = warnings_of(caplog)
+    assert "(this installation has no compiled kernels; no such option)" in warning
+    assert str(refuses) not in warning
+
+
+def fake_compiler(cache_home: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Put lines of shell before the commands of the compiler that `cache_home` has made."""
+    compiler = cache_home.parent / "compiler"
+    first, rest = compiler.read_text().split("\n", 1)
+    compiler.write_text(f"{first}\n{script}\n{rest}")
+    return compiler
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_load_library_waits_for_a_compiler_that_uses_no_processor_time(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a machine that is busy with other things."""
+    monkeypatch.setattr(library_module, "_COMPILE_CPU_S", 1)
+    fake_compiler(cache_home, monkeypatch, "sleep 1.5")
+    assert load_library() is not None
+    assert not warnings_of(caplog)
+
+
+BURN = "while :; do :; done"
+
+
+@pytest.mark.parametrize("script", [BURN, f"sh -c '{BURN}'"], ids=["itself", "its process"])
+def test_load_library_ends_a_compiler_at_its_limit_of_processor_time(
+    cache_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    script: str,
+) -> None:
+    monkeypatch.setattr(library_module, "_COMPILE_CPU_S", 1)
+    compiler = fake_compiler(cache_home, monkeypatch, f"{script}; exit $?")
+    assert load_library() is None
+    (warning,) = warnings_of(caplog)
+    assert f"{compiler} used 1 s of processor time, the limit of a compilation: set CC" in warning
+    assert "slower" in warning
+    assert not list((cache_home / "rollout" / "native").iterdir())
+
+
+def test_load_library_ends_the_systems_compiler_at_its_limit_of_processor_time(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The source includes itself 2 to the power of 60 times."""
+    source = cache_home.parent / "sources" / "endless.c"
+    source.parent.mkdir()
+    include = '#include "endless.c"\n' * 2
+    source.write_text(f"#if __INCLUDE_LEVEL__ < 60\n{include}#endif\n")
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(library_module, "_COMPILE_CPU_S", 1)
+    assert load_library(source.parent) is None
+    (warning,) = warnings_of(caplog)
+    assert "used 1 s of processor time, the limit of a compilation" in warning
+
+
+def test_load_library_ends_a_compiler_that_hangs_and_its_processes(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No process keeps the pipe open for writing after the warning."""
+    pipe = cache_home.parent / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(library_module, "_COMPILE_WALL_S", 0.5)
+    fake_compiler(cache_home, monkeypatch, f"exec 3>{pipe}; echo >&3; sleep 1000; exit 1")
+    assert load_library() is None
+    (warning,) = warnings_of(caplog)
+    assert "did not end within 0.5 s, the limit of a compilation: set CC" in warning
+    os.set_blocking(reader, True)
+    while os.read(reader, 100):  # until the last writer has ended
+        pass
+    os.close(reader)
+
+
+def test_load_library_without_openmp_warns_that_most_kernels_use_one_thread(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = "unsupported option -fopenmp"
+    script = f'case "$*" in *-fopenmp*) echo {refusal} >&2; exit 1;; esac'
+    fake_compiler(cache_home, monkeypatch, script)
+    assert load_library() is not None
+    (warning,) = warnings_of(caplog)
+    assert "use one thread; install OpenMP" in warning
+    assert refusal in warning
+
+
+class Signals(logging.Handler):
+    """Sets an event when a line with this text is logged."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.is_logged = text, threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.text in record.getMessage():
+            self.is_logged.set()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_load_library_in_processes_that_start_together_compiles_once(
+    cache_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: bool,
+) -> None:
+    """Threads here: each opens the lock's file, as a process does. The compiler runs until the
+    second thread waits."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(library_module, "_LOCK_POLL_S", 0.001)
+    monkeypatch.setattr(library_module, "_COMPILE_CPU_S", 1)
+    runs, gate = cache_home.parent / "runs", cache_home.parent / "gate"
+    os.mkfifo(gate)
+    script = f"echo run >>{runs}; read line <{gate}"
+    fake_compiler(cache_home, monkeypatch, f"{script}; {BURN}" if fails else script)
+    waiting = Signals("another process compiles them; waiting")
+    logger = logging.getLogger(library_module.__name__)
+    logger.addHandler(waiting)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            loads = [threads.submit(load_library) for _ in range(2)]
+            assert waiting.is_logged.wait(100)
+            gate.write_text("go\n")
+            loaded = [load.result() for load in loads]
+    finally:
+        logger.removeHandler(waiting)
+    assert [each is None for each in loaded] == [fails, fails]
+    assert runs.read_text() == "run\n"
+    warnings = warnings_of(caplog)
+    assert len(warnings) == 2 * fails
+    assert all("used 1 s of processor time" in warning for warning in warnings)
+    left = [path.suffix for path in (cache_home / "rollout" / "native").iterdir()]
+    assert left == ([] if fails else [".so"])
+
+
+def test_load_library_tells_which_lock_another_process_keeps(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_library() is not None
+    (compiled,) = (cache_home / "rollout" / "native").iterdir()
+    compiled.unlink()
+    monkeypatch.setattr(library_module, "_COMPILE_WALL_S", 0.2)
+    with compiled.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert load_library() is None
+    (warning,) = warnings_of(caplog)
+    assert f"another process has held {lock.name} for 0.2 s" in warning
+    monkeypatch.undo()
+
+
+def test_load_library_compiles_where_the_file_system_has_no_locks(
+    cache_home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert load_library() is not None
+    assert not warnings_of(caplog)
 
 
 def test_load_library_ignores_a_cache_that_others_can_write(cache_home: Path) -> None:
