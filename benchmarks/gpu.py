@@ -67,7 +67,8 @@ MAX_WHY = 200  # characters of an error in the page; the JSON file has the whole
 def groups_of(bench: Bench) -> dict[str, list[Part]]:
     """Return the parts by group, most important first.
 
-    Parts that page-lock much host memory come last in their group.
+    Parts that page-lock host memory for all weights, updates and suspends of weights, come after
+    decode and prefill.
     """
     plan = bench.plan
     large, small = plan.shapes
@@ -134,8 +135,8 @@ def measure_group(
     """Measure the parts `names` of a group in this child process, and report them by `pipe`.
 
     Ends the process by os._exit, because a regular exit may fail with a broken device. `floors`:
-    figures of the floors, if another process has measured them. `ends_at`: deadline by
-    time.monotonic.
+    figures of the part "floors", the device's rates of copies and matrix products; None if no
+    earlier process has measured them. `ends_at`: deadline by time.monotonic.
     """
     logging.getLogger("rollout").setLevel(logging.WARNING)
     bench = Bench(
@@ -156,7 +157,7 @@ Column = tuple[str, Callable[[Figures], str]]
 
 
 def _number(name: str, scale: float, form: str) -> Callable[[Figures], str]:
-    """Return a formatter of the figure `name` times `scale`; "-" for a missing figure."""
+    """Return a function that formats the figure `name` times `scale`; "-" if it is missing."""
     return lambda f: "-" if f[name] is None else format(f[name] * scale, form)
 
 
@@ -166,7 +167,7 @@ def _pair(first: str, second: str, scale: float, form: str) -> Callable[[Figures
 
 
 def _speeds(f: Figures, num_bytes: float) -> str:
-    """Return GB/s of a suspend and of its resume, as text."""
+    """Return the GB/s of a suspend and of its resume, as text."""
     return f"{num_bytes * GB / f['suspend_s']:.1f}, {num_bytes * GB / f['resume_s']:.1f}"
 
 
@@ -236,7 +237,7 @@ COLUMNS: dict[str, list[Column]] = {
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """Return a page of the results of the JSON file, short enough for the end of a log."""
+    """Return the Markdown page of `results`, short enough for the end of a log."""
     machine, parts = results["machine"], results["parts"]
     versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "triton", "python"))
     lines = [
@@ -274,7 +275,7 @@ def _table(kind: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short(why: str) -> str:
-    """Return start and end of a long error; its end names the frames."""
+    """Return the first and last characters of a long error. The last ones name stack frames."""
     return why if len(why) <= MAX_WHY else f"{why[: MAX_WHY // 2]} ... {why[-MAX_WHY // 2 :]}"
 
 
@@ -355,7 +356,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write and print. Returns the exit status."""
+    """Measure all parts, write and print the results. Returns the exit status."""
     arguments = parse_arguments(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
         print(f"gpu: torch {torch.__version__} sees no CUDA device", file=sys.stderr)

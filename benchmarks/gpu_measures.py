@@ -1,6 +1,7 @@
 """Measurements of the GPU benchmark: steps, suspends, updates, and the same work by peers.
 
-`benchmarks.gpu` runs each as a part. Each returns its figures by name; times are in seconds.
+`benchmarks.gpu` runs each measure_* function as a part, which returns its figures by name. Times
+are in seconds.
 
 Shape letters: T tokens, R rows, H query heads, G key/value heads, C context tokens, D head dim.
 """
@@ -49,7 +50,7 @@ _TOKENS_PER_CYCLE = 16  # upper bound of a row's tokens in one cycle or around o
 
 
 def _engine(bench: Bench, shape: str) -> tuple[DynamicInferenceEngine, ModelSpec]:
-    """Return the engine and the spec of a model of the plan."""
+    """Return the engine and the spec of the plan's model named `shape`."""
     spec = bench.plan.shapes[shape]
     return bench.engine(shape, spec, bench.plan.pool), spec
 
@@ -92,8 +93,8 @@ class DecodeSizes:
 class DecodeWindow:
     """Steps that only decoded, from an idle device to an idle device.
 
-    kv_tokens: context tokens that all rows attended to, summed over the steps. It may be off by one
-        token per row and step, because a device that runs ahead is a step further.
+    kv_tokens: context tokens that all rows attended to, summed over the steps. Up to one token per
+        row and step is missing, because the engine's counters may be a step behind the device.
     """
 
     seconds: float
@@ -149,7 +150,7 @@ def measure_warm_up(bench: Bench, shape: str) -> dict[str, Any]:
 
 
 def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
-    """Measure a decode step, and the time to read weights and KV once as its floor."""
+    """Measure a decode step. Its floor is the computed time to read weights and KV once."""
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
     sizes = DecodeSizes(
         batch=batch,
@@ -179,10 +180,10 @@ def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
 
 
 def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
-    """Measure seconds from queued prompts to their first tokens, and FLOPs per second.
+    """Measure seconds from queueing prompts to their first tokens, and FLOPs per second.
 
-    The second of two runs counts. FLOPs are those of computing every prompt whole; an engine may
-    compute less.
+    The second of two runs counts. FLOPs are counted for whole prompts, even where the engine skips
+    work.
     """
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
     prompts = random_prompts(spec.vocab_size, [plan.prompt_len] * plan.num_prompts)
@@ -212,7 +213,7 @@ def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
 def measure_host(bench: Bench, batch: int) -> dict[str, Any]:
     """Measure the host's wall and CPU seconds of a step of a tiny model.
 
-    The wall time includes the few launches, the CPU time also busy waiting.
+    Both include the few kernel launches. The CPU time also includes busy waiting.
     """
     plan, spec = bench.plan, bench.plan.host_spec
     pool = PoolShape(num_rows=max(plan.host_batches), context_len=BLOCK_TOKENS)
@@ -250,7 +251,8 @@ def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
     """Measure cycles of suspend, resume and one step, relative to copies of the same bytes.
 
     `owner`: the resource to release, "kv_cache" or "weights". The first cycle page-locks host
-    memory and is reported separately; the other figures are medians of the later cycles.
+    memory and is reported separately; `suspend_s`, `resume_s` and `next_token_s` are medians of
+    the later cycles.
     """
     plan, floors = bench.plan, bench.floors
     rows = held_rows(bench, shape, plan.num_cycles)
@@ -453,7 +455,7 @@ def device_model(spec: ModelSpec, device: str) -> Any:
 
 
 def measure_generate(bench: Bench) -> dict[str, Any]:
-    """Measure tokens per second of one batch with log-probs, and of transformers' `generate`.
+    """Measure tokens per second of an LLM and of transformers' `generate`, with log-probs.
 
     Both have the same weights. `generate` has a static cache and is not compiled. The better of two
     runs counts.

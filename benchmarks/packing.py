@@ -1,4 +1,4 @@
-"""Compare three ways to cut long-tailed rollouts into micro-batches, by trained tokens per second.
+"""Compare three ways to cut long-tailed rollouts into micro-batches, by tokens per CPU second.
 
     python benchmarks/packing.py            # two minutes
     python benchmarks/packing.py --small    # seconds: shows that it runs, not how well

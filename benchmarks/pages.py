@@ -1,6 +1,6 @@
-"""Options, dates, pages and progress bars of the programs of this folder that write results.
+"""Options, progress bars and result pages, shared by the benchmark programs of this folder.
 
-Writes a Markdown page, and a JSON file beside it.
+Writes a Markdown page, and a JSON file beside it. `dated` sets torch's number of threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def at_least_one(text: str) -> int:
 def dated(config: InferenceConfig | None = None) -> dict[str, Any]:
     """Return the first entries of a benchmark's results: today's date, and the machine.
 
-    config: the config of the measured engine; None for one thread.
+    config: selects the backend that is named with the machine. Sets torch's number of threads, if
+        `num_threads` is given. None: the default backend, and one thread.
     """
     machine = describe(config or InferenceConfig(num_threads=1))
     return {"date": datetime.date.today().isoformat(), "machine": machine}
@@ -67,7 +68,7 @@ def table_row(cells: Iterable[str]) -> str:
 
 
 def page_path(results: dict[str, Any], name: str, folder: Path) -> Path:
-    """Return the path of the page in `folder`, named after `date` and `machine` of the results."""
+    """Return the path of the page in `folder`, named by the results' date, `name` and machine."""
     return folder / f"{results['date']}-{name}-{kind(results['machine'])}.md"
 
 

@@ -1,6 +1,7 @@
 """Tournament: interleaved rounds of contestants, each in its own process.
 
 Used by `benchmarks.peers`; `benchmarks.peers_environments` makes the contestants.
+`benchmarks.peers_report` reads FAR_BEHIND.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from benchmarks.peers_workloads import Contest, greedy_workload
 from benchmarks.workloads import Workload
 
 # A peer that is more than this many times slower than the best peer, by both clocks, runs only one
-# round of a workload.
+# round of a workload. Peers with int8 weights run all rounds.
 FAR_BEHIND = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A process that has loaded the model. With int8 weights its tokens may differ from ours."""
+    """A process that has loaded the model. is_int8: its weights are int8, so its tokens may differ
+    from ours."""
 
     name: str
     worker: WorkerProcess
@@ -40,9 +42,9 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Samples of a workload, and their seconds by clock.
+    """Generated tokens of each sample of a workload, and the seconds that the workload took.
 
-    "cpu" is the sum over all threads and processes of the contestant, "wall" the elapsed time.
+    The clock "cpu" sums over all threads and processes of the contestant, "wall" is elapsed time.
     """
 
     tokens: list[list[int]]
@@ -62,10 +64,11 @@ class Display(Protocol):
 
 
 class Tournament:
-    """Rounds of our engine and each group of peers, and their results.
+    """Runs rounds of our engine with each group of peers, and keeps the results.
 
-    left_out: the peers that failed, with the reason. results: by name of the workload.
-    equal_greedy_share: by peer. load_averages: at the start of each round.
+    By peer: `left_out`, the reason why it runs no more rounds, and `equal_greedy_share`, the share
+    of our greedy tokens that it generated. `results`: results by name of the workload.
+    `load_averages`: the machine's load average at the start of each round.
     """
 
     def __init__(
@@ -104,8 +107,8 @@ class Tournament:
     def _with_equal_tokens(self, group: Sequence[Contestant]) -> list[Contestant]:
         """Compare greedy tokens. Returns the peers that stay.
 
-        If results are exact (float32), peers with other tokens than ours are left out. In bfloat16
-        rounding may decide between two likely tokens.
+        If results are exact (float32), peers with other tokens than ours are left out, unless their
+        weights are int8. In bfloat16 rounding may decide between two likely tokens.
         """
         answers = self._everyone("greedy", greedy_workload(self._contests[0]), 0, group)
         ours = answers[self._ours.name].tokens
@@ -119,7 +122,8 @@ class Tournament:
     def _play_rounds(self, contest: Contest, peers: Sequence[Contestant]) -> int:
         """Run the rounds of `peers` and add them to the results. Returns the number of runs.
 
-        A peer far behind the best peer of all groups runs only the first round.
+        A peer far behind the best peer of all groups runs only the first round, unless its weights
+        are int8.
         """
         result, num_plays = self.results[contest.name], 0
         rounds: list[Seconds] = []
@@ -168,7 +172,8 @@ class Tournament:
 
 
 def _is_near(result: WorkloadResult, peer: str) -> bool:
-    """Return whether a peer is near the best one in the first rounds, by at least one clock."""
+    """Return whether a peer is at most FAR_BEHIND times slower than the fastest peer, by at least
+    one clock. Compares first rounds, by their ratios to our engine's time."""
     return any(
         result.ratios_to(peer, clock)[0] <= FAR_BEHIND * result.ratios(clock)[0] for clock in CLOCKS
     )

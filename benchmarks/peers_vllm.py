@@ -1,4 +1,4 @@
-"""The process of vLLM in `benchmarks.peers`. `benchmarks.peers_environments` starts it."""
+"""The program that runs vLLM for `benchmarks.peers`; `benchmarks.peers_environments` starts it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.workloads import Generated, Workload
 
 
 class VLLM:
-    """Runs vLLM's engine in this process; environment variables set threads and KV memory."""
+    """Runs vLLM's engine in this process. The caller's environment sets threads and KV memory."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         self._llm = vllm.LLM(

@@ -26,7 +26,8 @@ _VLLM_PORT = 8731
 
 
 class ServerProcess:
-    """A context manager that runs a server and ends it with its children."""
+    """A context manager that runs a server. The end of the block terminates the server, and kills
+    its process group if it still runs after 60 s."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
@@ -75,11 +76,11 @@ class ServerProcess:
 
     def _end(self) -> None:
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(60)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.wait()
 
     def cpu_seconds(self) -> dict[str, float]:
         """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""

@@ -1,11 +1,12 @@
-"""SmolLM2 learns two tasks by GRPO: seeds, a control with shuffled rewards, asynchronous, LoRA.
+"""Trains SmolLM2 by GRPO on two tasks, each with several seeds, and compares ways to train.
 
     python -m benchmarks.smollm                          # all runs, three minutes each on two cores
     python -m benchmarks.smollm --kinds reversal --seeds 1
-    python -m benchmarks.smollm --directory DIR          # only what is not in DIR yet
+    python -m benchmarks.smollm --directory DIR          # only the runs that DIR lacks
 
-Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables and
-draws docs/images/smollm.png; docs/how-to/smollm.md has both.
+The ways, on the first task: synchronous, asynchronous, LoRA, and a control with shuffled rewards.
+Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables. If
+both tasks were run, draws docs/images/smollm.png.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run. `exact`: the share of exact greedy answers by step. `parts_s`: seconds of
-    the steps by part, without evaluations."""
+    """A finished run. `exact`: the share of exact greedy answers, by step. `parts_s`: the seconds
+    that all steps spent in each of PARTS. Evaluations are not counted."""
 
     kind: str
     seed: int
@@ -103,7 +104,8 @@ def run_of(kind: str, seed: int, directory: Path) -> Run:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Return what was learned and what it cost, and the share of each part of the steps."""
+    """Return two Markdown tables: results and cost of each run, and the share of the steps' time
+    in each of PARTS for each kind."""
     lines = ["| run | seed | exact before | after | minutes | CPU minutes | peak memory, GiB |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for run in runs:
@@ -126,14 +128,18 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the share of exact held-out answers over the steps, one line for each run."""
+    """Draw the share of exact held-out answers over the steps: for each task one line per seed, and
+    one line for the control."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes_of = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
-    for axes, (task, title) in zip(axes_of, TITLES.items(), strict=True):
+    tasks = [task for task in TITLES if any(run.kind == task for run in runs)]
+    figure, axes_of = pyplot.subplots(
+        1, len(tasks), figsize=(9, 3.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, task in zip(axes_of[0], tasks, strict=True):
         for run in runs:
             is_control = run.kind == "shuffled_rewards" and task == "reversal"
             if run.kind == task or is_control:
@@ -142,16 +148,16 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 if is_control:
                     style |= {"color": "gray", "linestyle": "--"}
                 axes.plot(*zip(*sorted(run.exact.items()), strict=True), label=label, **style)
-        axes.set(title=title, xlabel="step", ylim=(0, 1))
+        axes.set(title=TITLES[task], xlabel="step", ylim=(0, 1))
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, loc="center right")
-    axes_of[0].set_ylabel("exact greedy answers, 200 held-out")
+    axes_of[0][0].set_ylabel("exact greedy answers, 200 held-out")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def main() -> None:
-    """Make the runs that are missing, then print and draw all."""
+    """Make the missing runs and print the tables. Draw the plot if both tasks were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
@@ -166,8 +172,7 @@ def main() -> None:
     ]
     runs = [run_of(kind, seed, directory) for kind, seed in track(wanted, "runs")]
     print(tables(runs))
-    if {run.kind for run in runs} >= {"reversal", "digits"}:
-        draw(runs, PLOT)
+    draw(runs, PLOT)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Time of suspends, resumes and weight updates over that of the bare copies that they need.
+"""Times suspends, resumes and weight updates against the bare copies or prefills that they need.
 
     python benchmarks/suspend_resume.py            # a pool of 512 MiB, median of 20
-    python benchmarks/suspend_resume.py --small    # seconds: shows that it runs, not how fast
+    python benchmarks/suspend_resume.py --small    # a test run of seconds, whose times mean nothing
 
-One thread. Writes a Markdown page and a JSON file to benchmarks/results and a plot into docs.
+Each process computes with one thread. Writes a Markdown page and a JSON file to benchmarks/results
+and a plot into docs.
 """
 
 from __future__ import annotations

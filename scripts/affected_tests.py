@@ -4,7 +4,7 @@
     python scripts/affected_tests.py rollout/scheduling   # the named files and folders
 
 The tests of `rollout/X` and `trainer_hooks/X` are in tests/X and tests/trainer_hooks/X, except for
-the paths in `OTHERS`. If no changed file has tests, `CORE` is printed.
+the paths in `OTHERS`. If no file has tests, the fast tests in `CORE` are printed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def changed_files() -> list[str]:
 
 
 def affected(paths: Iterable[str]) -> list[str]:
-    """Return the existing tests of `paths`, sorted, without tests inside a folder of the result."""
+    """Return the existing tests of `paths`, sorted. A test within a returned folder is left out."""
     found = {test for path in paths for test in tests_of(PurePosixPath(path))}
     found = {test for test in found if (ROOT / test).exists()}
     return sorted(t for t in found if not any(str(p) in found for p in PurePosixPath(t).parents))

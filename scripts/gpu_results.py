@@ -38,7 +38,10 @@ STACK_LINE = re.compile(r'^(File "|Current thread |Thread |Extension modules: |F
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a test failed, or the whole part if `test` is "". `frame`: our innermost frame, or ""."""
+    """Why a test failed, or the whole part if `test` is "".
+
+    `frame`: the innermost stack frame in this repository, or "".
+    """
 
     test: str
     error: str
@@ -72,7 +75,7 @@ class Outcome:
 def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled: int) -> Outcome:
     """Return the outcome of a part, from its journal and log.
 
-    A part that failed or was late without a failed test gets one failure of its own.
+    If a part failed or timed out without a failed test, its only failure is that of `failure_in`.
     """
     lines = lines_of(journal, part.name)
     events = Counter(line["event"] for line in lines)
@@ -150,7 +153,7 @@ def tail_of(log: Path) -> bytes:
 
 
 class Results:
-    """Writes the files of a call to `out`, again after every part. Deletes those of older calls."""
+    """Deletes the files of older calls in `out`, and writes this call's files after every part."""
 
     def __init__(self, out: Path, call: str, asked: Sequence[str]) -> None:
         """`asked`: node ids of the tests to run; empty for all tests."""
@@ -166,7 +169,7 @@ class Results:
         return all(outcome.is_good for outcome in self._outcomes)
 
     def add(self, outcome: Outcome, log: Path, pages: Sequence[Path]) -> None:
-        """Add the outcome of a part: write all files, and print the part's line."""
+        """Add the outcome of a part: update the files in `out`, and print the part's line."""
         self._outcomes.append(outcome)
         for page in pages:
             if page.is_file():
@@ -194,7 +197,7 @@ class Results:
 def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) -> str:
     """Return a line for each part, its first failures, and as much of the table as fits.
 
-    `unknown`: tests that were asked for and did not start. `table`: the benchmark's.
+    `unknown`: tests that were asked for and did not start. `table`: the benchmark's page, gpu.md.
     """
     lines = ["", "=== summary", *map(line_of, outcomes)]
     num_shown = sum(min(len(outcome.failures), NUM_FAILURES) for outcome in outcomes)

@@ -163,8 +163,8 @@ def read_trainer_state(checkpoint: Path | str) -> TrainerState:
 def read_own_state(checkpoint: Path | str) -> Any:
     """Return the `own_state` in a checkpoint's directory, or None if it has none.
 
-    Raises ConfigError for a truncated file and for objects of classes beyond those that
-    `save_checkpoint` allows, which are never unpickled.
+    Raises ConfigError for a truncated file, and for a file with objects that `save_checkpoint`
+    does not allow. Such objects are never unpickled.
     """
     path = Path(checkpoint) / _OWN_FILE
     if not path.exists():
@@ -285,7 +285,7 @@ class WeightsVersionCounter:
 
     @property
     def highest(self) -> int:
-        """The highest version reserved so far."""
+        """The highest version reserved so far, and at least `floor`."""
         return self._highest
 
     def reserve(self) -> int:

@@ -2,7 +2,7 @@
 
 Used by users' training loops and by AsyncRolloutProducer for its batches. `trainer_hooks.update`,
 `trainer_hooks.metrics.measure`, `trainer_hooks.train` and `trainer_hooks.doctor` read RolloutBatch.
-No function changes its arguments.
+No public function changes its arguments.
 
 Shape letters: R rollouts, B rows, T positions of prompt + completion, right padded, L layers with
 experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token sequence of a
@@ -182,11 +182,11 @@ def collate_rollouts(
     `train_version`: version of the weights that will be trained, from which lags are counted.
     `temperature`: divisor of the trainer's logits.
     `pad_id`: token id on padding.
-    `logprobs_mode`: required mode of the engine's log-probs. The mode `temperature` has what the
-    trainer recomputes, so that ratios start at 1. The mode `processed` has the true probability of
-    each draw: with truncated sampling (top_k, top_p, min_p) ratios start below 1, and the loss
-    needs proximal log-probs. None requires `processed` if a request was sampled in that mode, else
-    `temperature`.
+    `logprobs_mode`: required mode of the engine's log-probs. In the mode `temperature` they equal
+    the log-probs that the trainer recomputes, so importance ratios start at 1. In the mode
+    `processed` they are the true probability of each draw: with truncated sampling (top_k, top_p,
+    min_p) ratios start below 1, and the loss needs proximal log-probs. None requires `processed` if
+    a request was sampled in that mode, else `temperature`.
     `routing`: True adds `routing_BTLK`; the engine needs record_routing=True.
     Raises ConfigError if there are no requests or not one reward for each. For rollouts that did
     not fail, it also raises ConfigError if log-probs, prompt tokens or routing are missing, if
@@ -245,7 +245,7 @@ def _valid_rewards(
 def _routing(
     sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
 ) -> torch.Tensor | None:
-    """Return `routing_BTLK`; None if no turn has routing. Raises ConfigError for several shapes."""
+    """Return `routing_BTLK`; None if no turn has routing. Raises ConfigError if shapes differ."""
     rows = [
         first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
@@ -285,7 +285,7 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """Return the columns of one token sequence by field name, with False in all of the mask."""
+    """Return the columns of one token sequence by field name. The mask is False everywhere."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {

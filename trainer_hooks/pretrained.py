@@ -1,7 +1,8 @@
 """load_pretrained: loads a model or tokenizer from a Hugging Face checkpoint named in a setting.
 
 Used by `trainer_hooks.train.task`, `trainer_hooks.train.adapter`, `trainer_hooks.doctor.command`
-and `RewardModel`. It only reads files.
+and `RewardModel`. Writes only to caches: transformers may download a model, and the first use of
+"smollm2" converts it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
 
     `kind`: an Auto class of transformers, or a class with its `from_pretrained`.
     `setting`: name of the setting that gave `path`, for the error.
-    `path`: a directory, a model downloaded before, or "smollm2" (`model_directory`).
+    `path`: a directory, a name on the Hugging Face Hub, or "smollm2" (see `model_directory`).
     Raises ConfigError if `kind` cannot load `path`.
     """
     try:

@@ -101,8 +101,8 @@ class PrefixIndex:
 
     A block enters the index only after its predecessor in the same table. So each user of a block
     uses its predecessors too, and releases them after it. The longest unused block therefore never
-    has a successor in the index: eviction in this order evicts leaves first. No operation takes
-    longer for a larger index.
+    has a successor in the index: eviction in this order evicts leaves first. No operation but
+    `entries` takes longer for a larger index.
 
     `keeps_unused`: a block stays in the index after its last user, until its space is needed.
     `num_entries`: the number of blocks that can be found. `unused`: the blocks without a user,
@@ -127,9 +127,9 @@ class PrefixIndex:
         return list(self._by_key.values())
 
     def is_current(self, entry: IndexedBlock) -> bool:
-        """Return whether requests can find the block, if its KV is young enough for them.
+        """Return whether the block is neither dropped nor of an earlier generation.
 
-        They cannot if a new generation began after it entered the index, or if it was dropped.
+        Requests find such a block if its KV is young enough for them.
         """
         was_there = self._drops_before[entry.block] < self._num_drops
         is_dropped = was_there and entry.block in self.unused
@@ -158,9 +158,10 @@ class PrefixIndex:
     ) -> bool:
         """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
-        Returns False, with nothing changed, if another block has its key, or if its predecessor in
-        the table (None for the first block) is not in the index. But it replaces an unused block
-        that was dropped, is of an earlier generation, or holds KV older than `oldest_version`.
+        Returns False, with nothing changed, if `predecessor`, the block before it in the table
+        (None for the first), is not in the index or not current, or if another block has its key.
+        But if that other block has no user, and is not current or its prefix has KV older than
+        `oldest_version`, it loses the key to this block.
         """
         known = self._by_key.get(key)
         if known is not None:

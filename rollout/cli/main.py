@@ -34,16 +34,16 @@ COMMANDS = {
 }
 # Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
-ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # the help texts of known ones
+ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # their help texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Errors are reported on stderr as one line, or as a JSON object with `--json`. The exit code is
-    then 2 for a wrong command line, config or request, and 1 for other errors. An interrupt returns
-    130, and a closed stdout returns 1; neither prints anything. arguments: the command line; None
-    for sys.argv.
+    then 2 for a wrong command line, config or request, and 1 for another RolloutError or OSError.
+    An interrupt returns 130, and a closed stdout returns 1; neither prints anything. Other
+    exceptions are raised. arguments: the command line; None for sys.argv.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -1,8 +1,7 @@
 """Settings on the command line: words of the form key=value, read as the types of their fields.
 
-Used by every module of rollout.cli that reads a command line or raises UsageError. Most names and
-types come from config classes, so that each field is a setting. Reads API keys from the
-environment.
+Used by every module of rollout.cli that reads a command line or raises UsageError. Most settings
+are the fields of config classes. Reads API keys from the environment.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with `--json` and key=value settings. Raises UsageError, does not exit."""
+    """An ArgumentParser with `--json` and key=value settings. Wrong words raise UsageError."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -143,8 +142,8 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
 
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
-    dicts are written as JSON; tuples of strings also with commas. Text for an enum or a path stays
-    a string, which the config class converts."""
+    dicts are written as JSON; tuples of strings also with commas. JSON of another shape, and text
+    for an enum or a path, are left to the config class."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None

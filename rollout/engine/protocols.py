@@ -1,22 +1,24 @@
 """The parts of an Engine as Protocols: scheduler, step pipeline, model executor, suspension.
 
-Engine and StepPipeline are written against them. Engine itself has what all implementations share:
-requests and their records, states, the order of calls in a weight update, counters. The
-implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline, WorkerExecutor (with
-TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build` connects
-them. Another model runner replaces the executor and the suspension. An engine with another
-scheduler, such as vLLM, replaces all four. `rollout.coordinator.agent.updates` keeps StagedUpdates.
+Engine is written against all of them, StepPipeline against StepExecutor. Engine itself has what all
+implementations share: requests and their records, states, the order of calls in a weight update,
+counters. The implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline,
+WorkerExecutor (with TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build`
+connects these objects. Another model runner replaces the executor and the suspension. An engine
+with another scheduler, such as vLLM, replaces all four. `rollout.coordinator.agent.updates` keeps
+StagedUpdates.
 
 All methods are called from the thread that steps, except where they say otherwise. Rules of all
 implementations, which tests/contracts/test_engine_parts.py checks:
 
 - Every position of a request's KV has the version of the weights that wrote it. A rewritten slot
   has the new version. A prefix hit has the versions under which the shared blocks were written.
-- Every token has the version of the weights that sampled it, from the step that ran, not from the
-  moment at which its result is read.
+- Every token has the version of the weights that sampled it: the version at the launch of its step,
+  not at the reading of its result.
 - No step is in flight while weights are committed: the engine calls `commit_all` before.
 - An update changes all weights or none. Everything that can be refused is refused by
-  `stage_weights`. A commit that fails leaves the old weights and version in service.
+  `stage_weights`. A commit that fails restores the old weights and version. If the restoration
+  fails too, `has_values` is False.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class KVPool(Protocol):
 class SchedulerInterface(Protocol):
     """Decides which requests run in a step. Owns the queue, the rows and the KV blocks.
 
-    A request is here from `add_request` until a step or `finish_request` ends it.
+    A request stays in the scheduler from `add_request` until a step or `finish_request` ends it.
     """
 
     @property
@@ -331,7 +333,8 @@ class SuspensionInterface(Protocol):
         is_first: bool,
     ) -> SuspendReport:
         """Release the resources in `release` ("kv_cache", "weights") that are not released yet, the
-        KV cache under `mode` (None: the config's). `is_first`: the engine was not suspended.
+        KV cache under `mode` (None: the config's). `discard`: do not copy the weights to the host.
+        `is_first`: the engine was not suspended.
 
         Requests go on after `resume` with the tokens they have. After an exception `resume`
         restores everything, and a retry is legal.
@@ -343,7 +346,7 @@ class SuspensionInterface(Protocol):
         ...
 
     def is_complete_with(self, only: str | None) -> bool:
-        """Return whether everything is in place once `only` (None: all) is restored. Raises
+        """Return whether restoring `only` (None: all) leaves no resource released. Raises
         ConfigError for an unknown resource."""
         ...
 

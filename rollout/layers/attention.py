@@ -3,8 +3,8 @@ attention layers.
 
 Used by `rollout.models.decoder`, which runs the layers, by `rollout.models.layout`, which makes the
 specs, and by `rollout.layers.latent_attention`, which extends AttentionLayer. A forward pass writes
-only the KV cache, through the attention backend. Shape letters: T tokens, L kept tokens, E hidden
-size, H query heads, G key/value heads, D head dim.
+only the KV cache, through the attention backend. Shape letters: T tokens, L tokens whose output is
+needed, E hidden size, H query heads, G key/value heads, D head dim.
 Source of grouped queries: Ainslie et al. 2023, "GQA".
 """
 
@@ -38,9 +38,9 @@ class AttentionLayerSpec:
     """Sizes and variants that grouped-query and latent attention share.
 
     `bias`, `output_bias`: whether the input projections, and the output projection, have a bias.
-    `norm_rounds_first`: see RMSNorm. `rotary_rounding`: how the family's trainers round rotated
-    heads. `rope_index`: index of the rope among the model's ropes; None for no rope. `scale`:
-    factor of the scores; None means 1 / sqrt(head_dim).
+    `norm_rounds_first`: `rounds_first` of RMSNorm. `rotary_rounding`: how training code of the
+    family rounds rotated heads. `rope_index`: index of the rope among the model's ropes; None for
+    no rope. `scale`: factor of the scores; None means 1 / sqrt(head_dim).
     """
 
     num_heads: int
@@ -59,9 +59,9 @@ class AttentionSpec(AttentionLayerSpec):
 
     `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. `has_head_norms`: each
     query and key head is normed (Qwen3). `has_projection_norms`: one norm spans all query heads and
-    one all key heads (OLMo 2). `eps`, `norm_offset`: of these norms. `window`: positions that a
-    token attends to; None for all. `softcap`: bound of the scores; None for none. `has_sinks`: each
-    query head has a learned score without a value.
+    one all key heads (OLMo 2). `eps`, `norm_offset`: arguments of these norms. `window`: positions
+    that a token attends to; None for all. `softcap`: bound of the scores; None for none.
+    `has_sinks`: each query head has a learned score without a value.
     """
 
     num_kv_heads: int
@@ -77,7 +77,7 @@ class AttentionSpec(AttentionLayerSpec):
 
 
 class AttentionLayer(BackendLayer):
-    """One layer's attention block, from the normed hidden states to the output projection.
+    """One layer's attention block, from the projections of its input to the output projection.
 
     A subclass projects the hidden states to query, key and value heads. Under tensor parallelism
     each rank has some query heads, and the caller must sum the outputs over the ranks.
@@ -92,7 +92,7 @@ class AttentionLayer(BackendLayer):
     def __init__(
         self, layer_index: int, spec: AttentionLayerSpec, rope_dim: int, device: torch.device
     ) -> None:
-        """`rope_dim`: number of a head's dims to which the rope applies."""
+        """`rope_dim`: dims of the heads given to the rope, which may rotate only some of them."""
         super().__init__()
         self.layer_index, self._trainers_rounding = layer_index, spec.rotary_rounding
         order_D = head_order(spec.rope, rope_dim, device)
@@ -107,8 +107,8 @@ class AttentionLayer(BackendLayer):
     def forward(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch, kept_L: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output [T, E]; only the tokens `kept_L`, [L, E], if that is given.
-        Writes keys and values of all T tokens to the KV cache."""
+        """Return the block's output, [T, E], or [L, E] for the token indices `kept_L`. Writes the
+        keys and values of all T tokens to the KV cache."""
         q_THD, k_TGD, v_TGD, rotation = self._heads(x_TE, angles, batch)
         context_THD = self.attention.attend(
             q_THD, k_TGD, v_TGD, self.layer_index, batch, rotation, self.traits
@@ -121,8 +121,8 @@ class AttentionLayer(BackendLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """Return query, key and value heads, and the rotation that the backend is to apply to
-        queries and keys; None if there is nothing left to rotate."""
+        """Return query, key and value heads, and the Rotation that the backend must still apply to
+        queries and keys. The Rotation is None without a rope, or if they are rotated already."""
         raise NotImplementedError
 
     def _values(self, context_THD: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class AttentionLayer(BackendLayer):
         return context_THD
 
     def _ordered(self, *heads: Tensor) -> Sequence[Tensor]:
-        """Return the heads with their dims in the order that the rope wants; see `head_order`."""
+        """Return the heads with their dims in the order of `head_order`, as the rope needs them."""
         if self.order_D is None:
             return heads
         return [x.index_select(-1, self.order_D) for x in heads]
@@ -139,9 +139,9 @@ class AttentionLayer(BackendLayer):
 class Attention(AttentionLayer):
     """Grouped-query attention.
 
-    A rank has some query heads, and the key and value heads that these read. Query, key and value
-    are strided views of one fused projection. Queries and keys are copied if the rope wants the
-    dims of a head in another order.
+    A rank has some query heads, and the key and value heads that these read. One fused projection
+    computes query, key and value, which are strided views of its output. Queries and keys are
+    copied only if this layer norms, reorders or scales them.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Attention(AttentionLayer):
         return q_THD, self.k_norm(k_TGD.flatten(1)).view(k_TGD.shape)
 
     def _rotation(self, angles: Angles) -> Rotation | None:
-        """Return the rotation, with the head norms that the backend is to apply; None without a
+        """Return the Rotation, with the head norms that the backend must apply; None without a
         rope."""
         if self.spec.rope_index is None:
             return None
@@ -248,6 +248,7 @@ def _fused_projection(
 
 
 def _growth(rope: RopeSpec, positions_T: Tensor) -> Tensor:
-    """Return 1 + b ln(1 + floor(position / original context)), [T] float32. Source: Llama 4."""
+    """Return the factor of queries in Llama 4, 1 + query_growth ln(1 + floor(position / original
+    context)), [T] float32."""
     turns_T = (positions_T // rope.original_max_positions).float()
     return 1 + rope.query_growth * torch.log1p(turns_T)

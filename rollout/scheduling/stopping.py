@@ -1,6 +1,7 @@
 """check_stop: whether a request ends, from its tokens and, for stop words, from their text.
 
-PlannedStep calls it for tokens that may end a request; InputProcessor makes each StopRule.
+PlannedStep calls it for tokens that may end a request. InputProcessor makes the StopRules of an
+engine's requests.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class StopRule:
 
     end_ids: token ids that end it.
     stop_token_ids: the `end_ids` that the request names, not the model or the tokenizer.
-    stop_words: words that end it when the newest tokens are their ids.
+    stop_words: words that end it when the newest tokens are the word's `ids`.
     max_length: most tokens of prompt and output together.
-    stop_strings: finds the stop words in the generated text; None if there are none. It keeps the
-        state of one text, so each request needs its own.
-    min_tokens: while at most so many tokens are generated, only the length ends the request.
+    stop_strings: finds the stop words in the generated text; None without stop words or tokenizer.
+        It keeps the state of one text, so each request needs its own.
+    min_tokens: up to this number of generated tokens, only `max_length` ends the request.
     """
 
     end_ids: tuple[int, ...]
@@ -67,9 +68,8 @@ def check_stop(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> S
 
 
 def _stop_word_at_end(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> str | None:
-    """Return the stop word that the newest token completes in the text.
-
-    If there is none, return the first stop word whose ids are the newest tokens, else None.
+    """Return the stop word that the newest token completes in the text, else the first stop word
+    whose ids are the newest tokens, else None.
     """
     strings = rule.stop_strings
     word = None if strings is None else strings.word_at_end(tokens, num_prompt_tokens)

@@ -59,8 +59,8 @@ class Senders:
 
     A browser on the server's machine can reach loopback addresses, too. It names the page's site in
     the header Origin. It sends JSON to another site only if that site allows it, which this server
-    never does. The header Host holds the name under which the browser found the server, whatever
-    address that name has now.
+    never does. The header Host holds the host name of the request's URL. It exposes DNS rebinding,
+    in which another site's name resolves to this server's address.
 
     Routes of Access.OPEN are not checked: they change nothing and return no samples.
     """
@@ -71,8 +71,8 @@ class Senders:
         self._accepts_any_host = not is_loopback(config.host) and not config.allowed_hosts
 
     def check(self, request: web.Request, access: Access) -> None:
-        """Raise ApiError, naming the header and the remedy: 403 for a foreign Host or Origin, 415
-        for a body that is not JSON.
+        """Raise ApiError: 403 if Host, Origin or Sec-Fetch-Site names another site, 415 for a body
+        that is not declared as JSON.
         """
         if access is Access.OPEN:
             return

@@ -1,7 +1,8 @@
 """The aiohttp application of a server: checks and decodes each request, and calls its handler.
 
-Used by `rollout.serve.server`, and by the script http_fields for `routes_of`. All errors of
-handlers are answered here, in the form of the route's protocol.
+Used by `rollout.serve.server`, and by the script http_fields for `routes_of`. An error that a
+handler raises, unless the client has disconnected, is answered here in the form of the route's
+protocol.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ async def _answered(
     route: Route, senders: Senders, keys: Keys, request: web.Request
 ) -> web.StreamResponse:
     """Check the sender, the key, the query and the body, call the handler and return its response.
-    Every error becomes a response in the form of the route's protocol."""
+    An error becomes a response in the form of the route's protocol, a disconnect an empty one."""
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
@@ -125,7 +126,7 @@ async def _answered(
 
 async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
     """Call the handler. Generation waits for a slot of the limiter. An operation runs to its end
-    even if the client disconnects."""
+    even if the client disconnects, unless `route.ends_with_client`."""
     control = request.app.get(CONTROL)
     if route.generates:
         if control is not None:
@@ -158,13 +159,13 @@ async def _read(request: web.Request) -> bytes:
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError for a query that `converted` refuses as `kind`."""
+    """Raise ApiError, as `rollout.serve.fields.converted` does, for an invalid `query`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
     """Return the JSON body as `kind`; an empty body counts as {}. Raises ApiError for a body that
-    is not JSON, or that `converted` refuses."""
+    is not JSON, and as `rollout.serve.fields.converted` does."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check fields that it skips

@@ -11,13 +11,14 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout import __version__
 from rollout.control.reports import EngineStats
 from rollout.control.state import EngineState
 from rollout.sampling_params import SamplingParams
 from rollout.serve.access import Access
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
+from rollout.serve.openapi import installed_version
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0
@@ -46,7 +47,7 @@ async def _load(request: web.Request, body: Any) -> web.Response:
 
 
 async def _version(request: web.Request, body: Any) -> web.Response:
-    return json_response({"version": __version__})
+    return json_response({"version": installed_version()})
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:

@@ -1,7 +1,7 @@
 """ServedLLM: the protocol of an LLM behind a server.
 
-Implemented by AsyncLLM and ThreadedLLM (`rollout.apis`), and used by the modules of
-`rollout.serve`. One contract suite tests both classes.
+Implemented by AsyncLLM and ThreadedLLM (`rollout.apis`), and used by `rollout.serve` and
+`rollout.apis.serving`. One contract suite tests both classes.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class ServedLLM(AsyncControlCalls, Protocol):
         ...
 
     def abort_request(self, future: RequestFuture) -> None:
-        """Abort a request. Its future resolves to the record with the tokens so far. Does nothing
-        for a request that has ended."""
+        """Abort a request. Its future resolves to the record with the tokens so far, or fails if no
+        engine has the request yet. Does nothing for a request that has ended."""
         ...
 
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done. A request without a record is FAILED."""
+        """Return the request of a future that is done: FAILED if the future has an error."""
         ...
 
     async def lost(self) -> RolloutError:
@@ -81,8 +81,8 @@ class ServedLLM(AsyncControlCalls, Protocol):
         ...
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return each engine's checksums of the weights from index `start` on, by its rank. One
-        call returns as many as a page holds."""
+        """Return checksums of at most 2,048 weights, from index `start` on, by the engine's rank
+        in the fleet."""
         ...
 
     async def fleet_stats(self) -> FleetStats:

@@ -1,16 +1,17 @@
 """The content of GET /openapi.json, made from the routes and the structs that decode bodies.
 
-Used by `rollout.serve.app`.
+Used by `rollout.serve.app`. `rollout.serve.health` and `rollout.serve.control.handlers` use
+`installed_version`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
 
-from rollout import __version__
 from rollout.serve.access import Access
 from rollout.serve.state import Route
 
@@ -43,7 +44,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, schema_of)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "rollout", "version": __version__},
+        "info": {"title": "rollout", "version": installed_version()},
         "paths": paths,
         "components": {
             "schemas": components,
@@ -86,3 +87,11 @@ def _query_parameters(route: Route) -> Iterator[dict[str, Any]]:
         (schema,) = msgspec.json.schema(route.query)["$defs"].values()
         for name, of_value in schema["properties"].items():
             yield {"name": name, "in": "query", "required": False, "schema": of_value}
+
+
+def installed_version() -> str:
+    """Return the version of this package; "0" for a source tree that is not installed."""
+    try:
+        return version("rollout-engine")
+    except PackageNotFoundError:
+        return "0"

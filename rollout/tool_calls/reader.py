@@ -2,8 +2,9 @@
 
 Used by `rollout.serve.openai.chat` (ReplyReader) and `trainer_hooks.environments` (`read_reply`,
 `tool_names`). A reader keeps the state of one reply and changes nothing else. It parses all formats
-of `formats.py` itself, because no library streams all of them on Python 3.10 without a trainer's
-packages. Its tests compare it with libraries that parse whole replies (renderers, transformers).
+of `formats.py` itself, because no library that streams all of them runs on Python 3.10 without the
+packages of a trainer. Its tests compare it with libraries that parse whole replies (renderers,
+transformers).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Reply:
     """A reply, or a part of it.
 
     reasoning: text of the thoughts. malformed: blocks with the tags of calls but without a valid
-    call; empty if the reader leaves them in the content.
+    call, if the reader has `lists_malformed`; otherwise they stay in `content`.
     """
 
     content: str = ""
@@ -84,7 +85,7 @@ class _Flow:
         self.is_fresh = True  # no text since the beginning, or the last markup
 
     def add(self, text: str) -> str:
-        """Add text and return what is decided: white space at the end waits until text follows."""
+        """Add text and return it. White space at its end is held back until more text follows."""
         if self._is_after_markup:
             text = text.lstrip()
             if not text:
@@ -104,7 +105,7 @@ class _Flow:
         self._space, self._is_after_markup, self.is_fresh = "", True, True
 
     def rest(self) -> str:
-        """Return the white space that waits, at the end of a reply."""
+        """Return the white space that is held back. Call it at the end of a reply."""
         rest, self._space = self._space, ""
         return rest
 
@@ -138,7 +139,7 @@ class ReplyReader:
         any_name: whether calls of other tools are valid, too.
         lists_malformed: whether `malformed` gets tagged blocks without a valid call, instead of the
             content.
-        special: special tokens' texts, which are removed from content and thoughts.
+        special: texts of special tokens, which are removed from content and thoughts.
         max_calls: number of calls to return; later ones are dropped. None for no limit.
         """
         self._schemas = schemas_of(tools)
@@ -330,8 +331,9 @@ class ReplyReader:
         return True
 
     def _last_end(self) -> End:
-        """Return the end of a block at the end of a reply: after its calls if they are complete,
-        else at the first end tag, even in a string. Without any, the block has no content."""
+        """Return the end of a block that is open when the reply ends. A block with complete calls
+        is the whole rest. Another block ends at the first end tag, even if that is in a string.
+        Without an end tag it is the whole rest, and has an empty body."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]
@@ -397,7 +399,7 @@ def read_reply(
     reply_format: ReplyFormat, text: str, tools: Iterable[Any] = (), *, begun: str = ""
 ) -> Reply:
     """Return a whole reply, read by ReplyReader. Calls of any tool are valid. Tagged blocks without
-    a valid call are in `malformed`. begun: markup that the prompt leaves open, as
+    a valid call are in `malformed`. begun: open markup at the end of the prompt, as
     ReplyFormat.begun_by returns it."""
     reader = ReplyReader(reply_format, tools, any_name=True, lists_malformed=True)
     reader.push(begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,12 @@ def test_a_malformed_named_chat_template_is_refused_at_start(tmp_path: Path) -> 
     ours, _ = tokenizers_of(tmp_path, {"default": _PLAIN, "tool_use": "{% for %}"})
     with pytest.raises(ConfigError, match="the chat template cannot be read"):
         load_template(ours, None)
+
+
+@pytest.mark.parametrize("package", ["transformers", "jinja2"])
+def test_load_template_without_a_package_names_it(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package}.*pip install"):
+        load_template(None, _PLAIN)

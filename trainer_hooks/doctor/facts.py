@@ -1,7 +1,6 @@
-"""Faults that can be read off a batch, its requests and its drawn tokens, without testing
-hypotheses.
+"""Finds faults of a batch in its masks, token ids, prompts, end tokens and improbable draws.
 
-Covers masks, tokens, prompts, end tokens, ids and improbable draws. Used by
+`trainer_hooks.doctor.hypotheses` examines the log-probs. Used by
 `trainer_hooks.doctor.diagnosis`.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
@@ -65,13 +64,14 @@ def facts_of(
 
 
 def check_ids(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raise ConfigError for token ids outside the vocabulary of the trainer's model."""
-    highest = int(batch.tokens_BT[batch.attention_mask_BT].max())
-    if highest >= vocab_size:
-        raise ConfigError(
-            f"token id {highest} is outside the model's vocabulary of {vocab_size}; give engine "
-            "and trainer the same checkpoint and tokenizer"
-        )
+    """Raise ConfigError for a token id outside the vocabulary of the trainer's model."""
+    lowest, highest = map(int, batch.tokens_BT[batch.attention_mask_BT].aminmax())
+    for token in (lowest, highest):
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"token id {token} is outside the model's vocabulary of {vocab_size}; give engine "
+                "and trainer the same checkpoint and tokenizer"
+            )
 
 
 def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterator[Fact]:
@@ -102,7 +102,7 @@ def shifted_masks(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Iterato
 
 
 def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
-    """Yield a fact if a token right after an end token is trained on."""
+    """Yield a fact if a trained token directly follows a trained end token."""
     if not end_ids:
         return
     is_end_BT = torch.isin(batch.tokens_BT, torch.tensor(list(end_ids))) & batch.mask_BT
@@ -179,8 +179,8 @@ def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
 def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
     """Return where tokens were generated, bool [B, T].
 
-    Without requests the batch's lengths decide. In a row of several turns they show only the first
-    generated column; the mask is believed from there on.
+    Without requests the batch's lengths decide. For a row of several turns they give only the first
+    generated column; the later columns are taken from the mask.
     """
     columns = torch.arange(batch.tokens_BT.shape[1])
     starts_B1 = batch.prompt_lengths_B[:, None]
@@ -216,9 +216,9 @@ _POWERS = (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 
 
 def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """Yield a fact if the tokens were drawn from another distribution than their log-probs.
+    """Yield a fact if tokens were drawn from a distribution that their log-probs do not describe.
 
-    The requests may declare this. If none does, the drawn tokens are tested for signs of it.
+    Sampling parameters may declare this. If none do, the drawn tokens are tested for it.
     """
     declared = [params for params in declared_params(tokens) if reshaping_text(params)]
     if declared:

@@ -48,11 +48,11 @@ class ExaminedTokens:
         return len(self.row_N)
 
     def gather(self, values_BT: Tensor) -> Tensor:
-        """Return the tokens' entries of `values_BT`, over the examined rows, as float64 [N]."""
+        """Return the entry of each token in `values_BT`, whose rows are `rows`, as float64 [N]."""
         return values_BT[self.row_N, self.column_N].double().cpu()
 
     def pick(self, logits_of_row: Callable[[int], Tensor]) -> Tensor:
-        """Return the logits from which each token was drawn, float32 [N, V].
+        """Return the logits at the position before each token, which predict it, float32 [N, V].
 
         `logits_of_row`: returns a row's logits [T, V].
         """
@@ -80,7 +80,7 @@ class ExaminedTokens:
 
 
 def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
-    """Return the requests of each batch row: one row for each token sequence of `sources`."""
+    """Return the requests of each batch row. Each token sequence of `sources` is one row."""
     return [turns for source in sources for turns in as_rollout(source).sequences]
 
 
@@ -96,8 +96,8 @@ def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
 
 
 def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
-    """Return the indices of rows evenly spread over the batch: as many as have `max_tokens` trained
-    tokens at most, but at least one. Raises ConfigError if no token is trained on.
+    """Return the indices of rows spread over the batch, with at most `max_tokens` trained tokens in
+    all, but at least one row. Raises ConfigError if no token is trained on.
     """
     counts_B = batch.mask_BT.sum(1)
     rows = counts_B.nonzero().flatten()

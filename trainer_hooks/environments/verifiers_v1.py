@@ -27,12 +27,12 @@ _INDEX = "task_index"
 
 
 class VerifiersV1Environment(AgentRollouts):
-    """A rollout_fn that runs an unmodified `verifiers.v1.Env` of one agent. Enter it as an async
+    """A rollout_fn that runs an unmodified `verifiers.v1.Env` with one agent. Enter it as an async
     context before the first rollout.
 
-    The agent's program asks for chat completions over HTTP. Rollouts have the exact tokens, the sum
-    of the weighted rewards, the scores of rewards and metrics as terms, and the trace's `info` in
-    their state.
+    The agent's program requests chat completions over HTTP. A Rollout has the exact tokens. Its
+    reward is the sum of the weighted rewards, its reward terms are the scores of rewards and
+    metrics, and its state contains the trace's `info`.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ class VerifiersV1Environment(AgentRollouts):
         """Return the environment over the taskset `name`.
 
         `args`: its configuration, as {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}.
-        Raises ConfigError without verifiers.v1 or the taskset, and for unknown fields.
+        Raises ConfigError if verifiers.v1 or the taskset is missing, and for unknown fields.
         """
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config

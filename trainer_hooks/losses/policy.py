@@ -64,8 +64,9 @@ def policy_loss(
     arXiv 2505.24298, sec. 5.2). Otherwise the behaviour policy is the anchor, and w is 1.
     `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus and
     the metric `entropy`. The bonus has a gradient to `entropies_BT`.
-    `rollout_tokens_B`: as in a RolloutBatch. With it a rollout of several rows counts once, without
-    it each row does. Ratios and masks of sequences are per row. `advantages_BT`: [B, T] or [B, 1].
+    `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once;
+    without it, each row counts. Ratios and masks of sequences are per row.
+    `advantages_BT`: [B, T] or [B, 1].
     `policy_lag_BT`, `kv_lag_BT`: for metrics of stale tokens, and for a correction that depends on
     lag. With both, `by_lag/*` has metrics for each cell (policy lag x KV lag).
     Values outside the mask are not read, and may be NaN. Log-probs are clamped at MIN_LOGPROB.
@@ -127,7 +128,7 @@ def _corrected(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics.
 
-    Raises ConfigError for a correction whose proximal input is missing.
+    Raises ConfigError if the correction needs proximal log-probs and there are none.
     """
     correction = _resolved(correction, anchor_BT is not behaviour_BT)
     if anchor_BT is behaviour_BT:
@@ -170,8 +171,8 @@ def _constants(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor
 
 
 def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:
-    """Return the correction with `auto` resolved. Raises ConfigError if its proximal input is
-    missing.
+    """Return the correction with the mode `auto` resolved. Raises ConfigError if it needs proximal
+    log-probs and there are none.
     """
     if correction.needs_proximal and not is_proximal:
         # Weighing by present / behaviour instead would leave no ratio to clip.

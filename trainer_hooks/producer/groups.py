@@ -38,11 +38,11 @@ class GeneratesAsync(Protocol):
 
 
 class RolloutLLM:
-    """Generates the turns of one sample, with the producer's sampling and a seed for each turn.
+    """Generates the turns of one sample, with given sampling parameters and a seed for each turn.
 
     Passed to a `rollout_fn`.
-    `tokenizer`: encodes text that a tool adds; None if there is none. Never decode generated tokens
-    and encode them again.
+    `tokenizer`: encodes text that a tool adds; None without a tokenizer. Never decode generated
+    tokens and encode them again.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RolloutLLM:
         sample_index: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Generate for sample `sample_index` of a group, whose seed is `sampling_params.seed`."""
+        """Generate for sample `sample_index` of the group with seed `sampling_params.seed`."""
         self._llm = llm
         self.sampling_params = sampling_params
         self.item, self.sample_index, self.tokenizer = item, sample_index, tokenizer
@@ -80,7 +80,8 @@ class RolloutLLM:
 
 
 def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
-    """Return `tokenizer`, or the tokenizer of `llm` if None. Raises TypeError for other objects."""
+    """Return `tokenizer`, or if it is None the tokenizer of `llm`, as a Tokenizer; None without
+    either. Raises as `as_tokenizer` does."""
     source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
     return None if source is None else as_tokenizer(source)
 
@@ -124,7 +125,7 @@ class ScoredGroup:
         return bool(has_reward_spread(torch.tensor([self.rewards])))
 
     def consume(self, ledger: PromptLedger, reason: str) -> None:
-        """Consume the ticket in `ledger`, with the group's mean reward and newest version."""
+        """Consume the ticket in `ledger`, with `reason`, the mean reward and the newest version."""
         seen = self.version_range()
         ledger.consume(self.ticket, reason, self.mean_reward, None if seen is None else seen[1])
 
@@ -150,8 +151,9 @@ class GroupMaker:
     The reward runner repeats a failed score with the same samples. If all its attempts fail, the
     prompt fails without another generation.
     Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, place in the
-    epoch, attempt), and `generate` mixes in the sample's index. A prompt that was given back as too
-    old continues the count of attempts, since the same samples would be too old again.
+    epoch, attempt), and `generate` mixes in the sample's index. A prompt whose group grew too old
+    gets later attempt numbers: with equal seeds its new group would be equally slow.
+    `last_request_error`: the latest error of a failed request; None without one.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class GroupMaker:
         self._group_size, self._params, self._seed = group_size, sampling_params, seed
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
-        self.last_request_error: BaseException | None = None  # why the engine failed a request
+        self.last_request_error: BaseException | None = None
 
     @property
     def last_reward_error(self) -> BaseException | None:
@@ -187,8 +189,8 @@ class GroupMaker:
     ) -> ScoredGroup | None:
         """Return the group, or None if no attempt had enough valid samples or scoring failed.
 
-        `count` is called with "retried" for each attempt after the first, and with "reward_failed".
-        Raises the errors of generation, and RewardFunctionError.
+        Calls `count("retried")` for each attempt after the first, and `count("reward_failed")` if
+        scoring failed. Raises the errors of generation, and RewardFunctionError.
         """
         for attempt in range(self._max_attempts):
             if attempt:

@@ -93,7 +93,7 @@ class CurriculumDraws:
         return index
 
     def state(self) -> dict[str, Any]:
-        """Return `with_replacement` and the rows not yet drawn in the epoch, as JSON.
+        """Return `with_replacement` and the rows not yet drawn in the epoch, as values for JSON.
 
         Weights are left out, since they follow from the histories.
         """
@@ -113,7 +113,10 @@ class CurriculumDraws:
 
 
 def _drawn(weights: NDArray[np.float64], share: float) -> int | None:
-    """Return the row at fraction `share` of the sum of weights, or None if all weights are 0."""
+    """Return the row at which the running sum of weights passes the fraction `share` of the sum.
+
+    Returns None if all weights are 0.
+    """
     ends = np.cumsum(weights)
     if not ends[-1] > 0.0:
         return None

@@ -1,7 +1,7 @@
 """BatchedReward and RewardModel: reward functions that score several groups in one batch.
 
 Used by users' training loops and job configs, as the function of a RewardRunner.
-They compute in a thread.
+Both score their batches in a thread.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Score = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class BatchedReward:
-    """Calls `score(prompts, completions)` with up to `batch_size` samples of all waiting calls.
+    """Collects the samples of concurrent calls, and scores up to `batch_size` of them in one call
+    `score(prompts, completions)`.
 
-    A producer requests the rewards of one group at a time. While a batch is computed in a thread,
-    the groups that arrive wait for the next batch. An instance serves one event loop.
+    A producer makes one call for each group. While a thread scores a batch, new calls wait for the
+    next batch. An instance serves one event loop.
     """
 
     def __init__(self, score: Score, batch_size: int) -> None:
@@ -38,8 +39,8 @@ class BatchedReward:
     async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """Return one number per completion.
 
-        Raises the error that `score` raised for a batch with one of them, and ConfigError if it did
-        not return one number per sample.
+        Raises ConfigError if `score` did not return one number per sample of a batch. An error of
+        `score` is raised by each call that has a sample in the batch.
         """
         loop = asyncio.get_running_loop()
         own: list[asyncio.Future[float]] = [loop.create_future() for _ in completions]

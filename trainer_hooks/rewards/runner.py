@@ -122,8 +122,8 @@ class RewardRunner:
     ) -> list[float]:
         """Return the rewards as `score` does, or raise RewardFailed if all attempts failed.
 
-        The last attempt's error is its cause. Calls that wait when the runner is closed raise
-        RewardProcessesClosed, a RewardFailed. Other errors are those of `score`.
+        The last attempt's error is its cause. With `workers`, calls that wait when the runner is
+        closed raise RewardProcessesClosed, a RewardFailed. Other errors are those of `score`.
         """
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         watch = partial(self._slow.watch, prompts, completions)
@@ -154,7 +154,7 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """Return the error for a score whose attempts all failed. `error`: of the last attempt."""
+        """Return the error for a score whose attempts all failed, the last one with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -180,7 +180,7 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """Run one attempt. `watch` returns a context, entered when the function is called."""
+        """Run one attempt. `watch` returns the context in which the function is called."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
@@ -217,7 +217,7 @@ class RewardRunner:
             raise
 
     def _release_late(self, permit: Permit, has_ended: threading.Event) -> None:
-        """Release `permit` when the call ends or its time is up, also after the loop is closed."""
+        """Release `permit` when the call ends or after `timeout_s`, even if the loop is closed."""
 
         def wait() -> None:
             has_ended.wait(self._timeout_s)

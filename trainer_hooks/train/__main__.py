@@ -1,4 +1,4 @@
-"""python -m trainer_hooks.train: the same program as `rollout train`, in the form for torchrun."""
+"""Entry point of `python -m trainer_hooks.train`: `rollout train` as a module, for torchrun."""
 
 from rollout.extras import extra_needed
 

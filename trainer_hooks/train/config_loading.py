@@ -1,9 +1,10 @@
 """Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
 
 Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.job`, `trainer_hooks.train.main`,
-`trainer_hooks.train.task`, `trainer_hooks.train.prompts` and `trainer_hooks.train.learner`. The
-error for an unknown key gives our name for a key of TRL, verl or Megatron-LM, or the nearest valid
-key. `import_object` may append the working directory to sys.path.
+`trainer_hooks.train.task`, `trainer_hooks.train.prompts`, `trainer_hooks.train.learner` and
+`trainer_hooks.train.override_help`. The error for an unknown key gives our name for a key of TRL,
+verl or Megatron-LM, or the nearest valid key. `import_object` may append the working directory to
+sys.path.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 
 
 def as_plain(value: Any) -> Any:
-    """Return a loaded config as mappings, lists, numbers and text; other values as their repr."""
+    """Return a loaded config as mappings, lists, numbers and text; an enum as its value, any other
+    object as its repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
@@ -115,7 +117,7 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` as a `kind`, such as a mapping as a dataclass, or raise ConfigError."""
+    """Return `value` converted to `kind`, such as a mapping to a dataclass. Raises ConfigError."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
@@ -140,7 +142,8 @@ def _is_left_open(value: Any) -> bool:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks: an enum."""
+    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks, such
+    as an enum."""
     origin = typing.get_origin(kind)
     if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
@@ -169,7 +172,7 @@ def import_object(path: str, setting: str) -> Any:
     """Return the object that a path "package.module:name" names.
 
     `setting`: config key that holds the path, for errors.
-    The working directory is searched last, as by `python -m`; it is appended to sys.path.
+    The working directory is searched, too: it is appended to sys.path if it is not there yet.
     Raises ConfigError for a path without a colon, and for a missing module or name. An error inside
     the module passes through.
     """
@@ -200,7 +203,7 @@ def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
     """Return the function at `path` with the arguments `options` bound.
 
     If `path` names a class, returns an instance made with `options`.
-    `setting`: config key above <setting>.path and <setting>.options, for errors.
+    `setting`: config key whose subkeys `path` and `options` hold them, for errors.
     Raises ConfigError for a path that names nothing callable, and for options that it refuses.
     """
     function = import_object(path, f"{setting}.path")
@@ -346,8 +349,8 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
 def hint_for(key: str) -> str | None:
     """Return a text with our name for `key` of another system; None if no system has it.
 
-    A key is also found below a section ("algorithm.num_generations"), and verl's keys below
-    "actor_rollout_ref".
+    Leading sections of `key` are ignored, as in "algorithm.num_generations" and verl's
+    "actor_rollout_ref.actor.clip_ratio".
     """
     names = key.removeprefix("actor_rollout_ref.").split(".")
     for start in range(len(names)):

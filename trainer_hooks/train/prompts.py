@@ -57,8 +57,8 @@ def open_source(
 class SplitPrompts:
     """Prompts for training, and held-out prompts for evaluation.
 
-    `held_out_keys`: hashes (`key_of`) of prompts that must not be trained on, which are those taken
-    out of the sources. Empty if the held-out prompts come from `data.held_out_path`.
+    `held_out_keys`: hashes (`key_of`) of the prompts that were taken out of the sources and must
+    not be trained on. Empty if the held-out prompts come from `data.held_out_path`.
     """
 
     train: PromptRows
@@ -70,9 +70,9 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the rest.
 
     Sources are split before they are mixed, because a mixture repeats the rows of small sources.
-    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of the
-    distinct prompts, of all and of each source, is held out. Raises ConfigError if a source has no
-    row left.
+    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of all
+    distinct prompts is held out, and at most a tenth of each source's distinct prompts. Raises
+    ConfigError if a source has no row left.
     """
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
@@ -127,7 +127,7 @@ def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> Pro
 
 
 def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
-    """Return, by source, the indices of rows whose prompt no earlier row of any source has."""
+    """Return the first row of each distinct prompt of all sources, as row indices by source."""
     seen: set[int] = set()
     found: dict[str, list[int]] = {}
     for name, source in sources.items():
@@ -144,8 +144,8 @@ def held_out_of_file(
 ) -> list[PromptItem]:
     """Return the first `data.num_held_out` good rows, or all good rows if it is 0, as prompts.
 
-    `rows`: those of `data.held_out_path`. Logs a warning if some are also in `train`.
-    Raises ConfigError for bad rows, unless `data.on_bad_row` is "skip".
+    `rows`: the rows of `data.held_out_path`. Logs a warning if some are also in `train`.
+    Raises ConfigError for bad rows if `data.on_bad_row` is "refuse", and if all rows are bad.
     """
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))

@@ -75,9 +75,9 @@ def locked_run(directory: Path) -> Iterator[None]:
 
     Raises ConfigError, naming the process, if another job holds it. The lock is an flock on
     .<name>.lock beside the directory, because the directory itself may be renamed. The kernel
-    releases it when the process ends, also after kill -9. It works between hosts if the file system
-    has flock between them: Linux NFS does, Lustre with the mount option flock. On a file system
-    without locks a warning is logged and two jobs are not kept apart.
+    releases it when the process ends, also after kill -9. Jobs on other hosts respect it on Linux
+    NFS, and on Lustre mounted with the option flock. On a file system without locks a warning is
+    logged and two jobs are not kept apart.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.with_name(f".{directory.name}.lock")

@@ -1,7 +1,8 @@
 """cpu_backend: put the parts of the CPU backend together.
 
-Called by `rollout.backends.select`, and for CPU operations that compute fingerprints by
-`rollout.weights.fingerprints` and `rollout.weights.transports.reading`.
+Used by `rollout.backends.select`. `rollout.weights.fingerprints` and
+`rollout.weights.transports.reading` use its operations to compute fingerprints. Kernels that
+this machine compiles are written to the user's cache directory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rollout.parallel.collectives import ONE_RANK, Collectives
 def cpu_backend(
     memory_kind: str, *, deterministic: bool = False, collectives: Collectives = ONE_RANK
 ) -> Backend:
-    """Return a Backend on CPU, with compiled kernels if the machine can compile them.
+    """Return a Backend on CPU, with compiled kernels if `load_library` finds or compiles them.
 
     `memory_kind`: "device" or "reserved". `deterministic`: a token's logits and log-probs must not
     depend on the schedule. Raises ConfigError if it is True and there are no compiled kernels, or

@@ -32,8 +32,8 @@ def append_kv(
     contiguous.
 
     `cache` is [num_blocks, 2, G, block_size, D]. Each block is contiguous; between blocks there may
-    be gaps. Only the last dim of Q, K and V must have stride 1. `rotation`: both norms or none of
-    them; None stores K and returns Q unchanged.
+    be gaps. Only the last dim of Q, K and V must have stride 1. `rotation` has both norm weights or
+    neither. Without it, Q and K keep their values.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TGD.shape[1]

@@ -3,7 +3,7 @@
 KVCache of `rollout.worker` calls it, as `Backend.copy_tokens`, when samples that share a block of
 their prompt need blocks of their own. Writes the KV cache.
 
-Shape letters: B blocks, N bytes or words of a block, K copies; in the kernel C words of a chunk.
+Shape letters: B blocks, N bytes of a block, K copies, C words (4 bytes) of a kernel's chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def copy_tokens_kernel(
     words_per_block, words_per_strip, words_per_token,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copy the first tokens of one strip of one block. Grid: (strips, copies)."""
+    """Copy the first tokens of one strip (see `Strips`) of one block. Grid: (strips, copies)."""
     copy = tl.program_id(1)
     strip = tl.program_id(0).to(tl.int64) * words_per_strip
     source = pool + tl.load(sources + copy) * words_per_block + strip

@@ -1,8 +1,8 @@
 """VirtualMemory: the memory kind "vmm", by CUDA's virtual memory management.
 
 Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
-`MemoryBackend`. It is the default of a config whose suspends release the KV cache. Released buffers
-keep their addresses.
+`MemoryBackend`. It is CUDA's default memory kind, unless `kv_cache_management_mode` is "persist" or
+`unified_memory_level` is set. Released buffers keep their addresses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class VirtualMemory(CudaMemory):
 
     A buffer's addresses are reserved once, for the life of its tensors. `release` unmaps and frees
     its memory. `restore` maps new memory at the addresses, so that captured graphs stay valid.
-    Torch's allocator and its settings, such as expandable segments, are not involved. If the device
-    refuses memory, the call raises and changes nothing.
+    Torch does not allocate the memory, so torch's allocator settings, such as expandable segments,
+    have no effect. If memory is short, torch's cache is emptied. If that is not enough, the call
+    raises and changes no buffer.
     """
 
     has_stable_addresses = True

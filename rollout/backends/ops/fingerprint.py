@@ -1,18 +1,19 @@
 """A tensor's fingerprint: a hash of its elements' bits, and the number of non-finite elements.
 
-This file defines it and computes it in torch; `rollout.backends.cpu.ops` and
-`rollout.backends.cuda.fingerprint` compute the same numbers faster. `rollout.weights` compares the
-fingerprints of an update's sender and receivers, and `rollout.layers.shard` makes Places.
+This file defines it and computes it in torch, for `rollout.backends.ops.reference`;
+`rollout.backends.cpu.ops` and `rollout.backends.cuda.fingerprint` compute the same numbers faster.
+`rollout.weights` compares the fingerprints of an update's sender and receivers, and
+`rollout.layers.shard` makes Places.
 
 The bytes of x.to(dtype), in row-major order, are read as little-endian words of 32 bits w_0, w_1,
 ..., the last filled with zeros. The hash is the sum of w_j key(j) modulo 2^64, where key(j) =
 odd(2 (j % 512)) odd(2 (j // 512) + 1) and odd(n) is SplitMix64's n-th number (Steele, Lea and Flood
-2014), made odd. A sum has no order, so each device may add in any order, and a core hashes as fast
-as it reads. A change of one word always changes the hash, since keys are odd; several changes
-cancel with a probability of 2^-64 if they are random, and of 2^-32 at worst (two highest bits). It
-detects errors, but not an attacker who chooses the bytes. Equal numbers give equal fingerprints on
-every device, except that devices differ in the NaN that a cast makes. The fingerprints of a
-tensor's parts, each with its places in the tensor, add up to the tensor's fingerprint.
+2014), made odd. Devices may add the products in any order. A change of one word always changes the
+hash, since keys are odd. Changes of several words leave the hash equal with a probability of 2^-64
+if they are random, and of 2^-32 in the worst case, where only the highest bits of two words change.
+The hash detects errors, but not an attacker who chooses the bytes. Equal values give equal
+fingerprints on every device, except for a NaN that a cast makes: its bits depend on the device. The
+fingerprints of a tensor's parts, each with its Places, add up to the tensor's fingerprint.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> 
 
 
 def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks of `size` elements, as pairs: index of the first one, and the values, which are
-    cast to `dtype` and contiguous."""
+    """Yield chunks of at most `size` elements, as pairs of the first element's index and the
+    values, cast to `dtype` and contiguous."""
     flat = x.detach().reshape(-1)
     for position in range(0, flat.numel(), size):
         # A view of every other column, say, is flat without a copy, but has gaps.

@@ -1,6 +1,7 @@
 """submission_of: checks a group of requests, and converts it to the message that is sent.
 
-Used by `rollout.coordinator.client.inference_client`. Keeps no state.
+Used by `rollout.coordinator.client.inference_client`, which passes each Submission to
+`rollout.coordinator.client.pending_requests`. Keeps no state.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from rollout.text import Prompt, Tokenizer, encode_prompt
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked group. text: the prompt if it is text, else None. error: the tokenizer's error,
-    with which the samples fail; None without one."""
+    """A checked group. text: the prompt if it is text, else None. error: raised by the future of
+    each sample if the tokenizer failed, else None."""
 
     message: SubmitRequest
     text: str | None
@@ -42,8 +43,8 @@ def submission_of(
     deadline_s: float | None,
     streaming: bool,
 ) -> Submission:
-    """Return the submission of samples of one prompt. Raises InvalidRequestError, which names the
-    value, for a wrong argument.
+    """Return the submission of samples of one prompt. Raises InvalidRequestError for a wrong
+    argument.
 
     A sample's seed is its entry in `seeds`, else its params' seed, else a mix of `client_seed` and
     request id.
@@ -110,8 +111,9 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
 def _encoded(
     tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
 ) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:
-    """Return the token ids of a text and None, or no ids and the error if the tokenizer raised.
-    Raises InvalidRequestError for a text or params that are wrong without it."""
+    """Return the token ids of a text and None, or no ids and an error if the tokenizer raised.
+    Raises InvalidRequestError for an empty text, a missing tokenizer, a wrong `add_BOS` and invalid
+    ids."""
     if not text:
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     if tokenizer is None:
@@ -132,8 +134,8 @@ def _encoded(
 
 
 def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
-    """Return token ids as int32 [n]. Raises InvalidRequestError unless they are in [0, 2**31): only
-    engines know the vocabulary."""
+    """Return token ids as int32 [n]. Raises InvalidRequestError unless they are a flat, non-empty
+    list of integers in [0, 2**31). Only engines know the vocabulary."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):

@@ -1,6 +1,7 @@
 """Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
 
-Used by `core`, `clients` and `commands` of `rollout.coordinator.core`. Registry makes and ends
+Used by `core`, `clients` and `commands` of `rollout.coordinator.core`, and by
+`rollout.coordinator.coordinator` (CoordinatorState). Registry makes and ends
 EngineSessions, sets their timers and sends them messages through the outbox of the Context.
 """
 
@@ -75,12 +76,12 @@ class CommittedWeights:
 @dataclass(slots=True)
 class Fleet:
     """The state, the weights and the settings that all engines have in common. Only its own methods
-    change it.
+    change it, except that commands take ids from `command_ids`.
 
     machine: the state that all engines have confirmed; it decides which commands are legal.
-    released: the resources whose memory a Suspend has released. is_diverged: engines may be in
-    another state or hold other memory than is known, because only some have run a command, or
-    because one joined a suspended fleet. command_ids: the ids of commands in messages to engines.
+    released: the resources whose memory a Suspend has released. is_diverged: engines may differ
+    from `machine` and `released`, because only some have run a command, or because one joined a
+    suspended fleet. command_ids: iterator of the ids of commands to engines.
     weights: the weights that every ready engine serves; None before the first engine or update.
     settings: the first engine's settings, which all others must have.
     """
@@ -93,8 +94,8 @@ class Fleet:
     settings: Mapping[str, str] | None = None
 
     def join(self, version: int, checksum: str, settings: Mapping[str, str]) -> CommittedWeights:
-        """Return the weights that a joining engine must serve. The first engine's own weights and
-        settings become the fleet's, and so does its checksum while none is known."""
+        """Return the weights that a joining engine must serve. The fleet takes weights and settings
+        from the first engine, and a missing checksum from any engine."""
         weights = self.weights or CommittedWeights(version, checksum, None)
         self.weights = weights if weights.checksum else replace(weights, checksum=checksum)
         if self.settings is None:
@@ -219,8 +220,8 @@ class Registry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is joining, departing or waiting for its first work, and the dispatcher
-        knows whether only a weight push can make an engine ready."""
+        """Whether no engine is joining, is departing, or has just received the push that it waited
+        for, and the dispatcher knows whether only a weight push can make an engine ready."""
         if self.departed or self._registered or self._joining:
             return False
         if not self._awaiting_push and not self.dispatcher.awaits_push:
@@ -242,7 +243,7 @@ class Registry:
 
     @property
     def num_awaiting_push(self) -> int:
-        """Number of engines that lack the fleet's weights while no copy of these is kept."""
+        """Number of engines that lack the fleet's weights and cannot fetch a copy."""
         return len(self._awaiting_push)
 
     @property
@@ -253,7 +254,7 @@ class Registry:
         return not any(self.ready_engines())
 
     def _reached(self) -> list[EngineSession]:
-        """Return the engines that waited for a push and have the fleet's weights now."""
+        """Return the engines that waited for a push and have received it."""
         version = self.fleet.weights_version
         return [e for e in self._awaiting_push.values() if e.weights_version == version]
 
@@ -261,7 +262,7 @@ class Registry:
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
         """Queue an engine until `settle` admits it, or refuse it with the reason. Its earlier
-        session ends; the requests of that session are kept for it meanwhile."""
+        session ends. A queued engine keeps the requests of that session."""
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -283,8 +284,8 @@ class Registry:
         self._unanswered.append(self._registered[message.engine_id])
 
     def probe_waiting(self) -> None:
-        """Send a heartbeat to engines that have registered and are not admitted yet. A running
-        command may take longer than they would wait without one."""
+        """Send a heartbeat to each engine that has registered since the last call and is not
+        admitted yet. It then waits longer for the RegisterAck, which a running command delays."""
         for each in self._unanswered:
             if self._registered.get(each.message.engine_id) is each:
                 self.context.outbox.append((each.identity, Heartbeat(sequence=0)))
@@ -336,7 +337,7 @@ class Registry:
     def settle(self, now: float) -> None:
         """Admit registered engines, and give work to engines that serve the fleet's weights.
 
-        Call it only while no command runs: a command's members stay the same.
+        Call it only while no command runs: no engine may join in the middle of a command.
         """
         if len(self._registered) >= self._num_awaited:
             self._num_awaited = 1
@@ -475,8 +476,8 @@ class Registry:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
     def probe(self, _: int, now: float) -> None:
-        """Send each engine a heartbeat of sequence 0. Sending fails if its process has ended, which
-        shows before the end of the lease."""
+        """Send each engine a heartbeat of sequence 0. Sending fails if the engine's process has
+        ended, so the coordinator knows it before the lease ends."""
         heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
             self.context.send(engine, heartbeat)
@@ -512,7 +513,8 @@ class Registry:
         sends_nack: bool = True,
         level: int = logging.WARNING,
     ) -> None:
-        """Remove an engine; its requests wait for another engine.
+        """Remove an engine. Its requests wait for another engine; `RequestLifecycle.requeue` fails
+        aborted requests and requests with too many failed engines.
 
         suspects: the requests that may have made it fail; None for all that it may have been
         running. sends_nack: send it a Nack, after which it can register again. level: the level of

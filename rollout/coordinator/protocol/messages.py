@@ -1,10 +1,11 @@
 """The messages between clients, the coordinator and engines. Each is sent as one msgpack array,
-[header, field, ...]; see docs/protocol.md. Used by all of `rollout.coordinator`.
+[header, field, ...]; see docs/protocol.md. Used by the agent, client, core and net folders of
+`rollout.coordinator`.
 
 A request is named by (request_id, attempt) on both links. Between client and coordinator the id is
 the client's and the attempt is 0; between coordinator and engine the id is the coordinator's, and
-each assignment of the request is another attempt. A message forwarded from one link to the other
-changes this name, nothing else. Times are durations in seconds, since no clock is shared.
+each assignment of the request is another attempt. The coordinator replaces this name in messages
+that it forwards. Times are durations in seconds, since no clock is shared.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ class Attempt(WireData, frozen=True, kw_only=True):
 class Sample(WireData, frozen=True, kw_only=True):
     """One request of a group. `sampling_params`: packed by `pack_params`, for the engine to read.
 
-    seed: fixed by the client; None lets the engine derive one. resumed: all tokens of earlier
-    attempts, from offset 0; None for a fresh request.
+    seed: chosen by the client; None for the seed in `sampling_params`, or without one a seed that
+    the engine derives. resumed: all tokens of earlier attempts, from offset 0; None for a fresh
+    request.
     """
 
     request_id: Count
@@ -120,7 +122,7 @@ Samples = Annotated[tuple[Sample, ...], Meta(min_length=1, max_length=MAX_SAMPLE
 
 
 def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
-    """Yield the attempts in parts of at most MAX_ITEMS, as many as one message may name."""
+    """Yield the attempts in parts of at most MAX_ITEMS, the limit of one message."""
     for start in range(0, len(attempts), MAX_ITEMS):
         yield tuple(attempts[start : start + MAX_ITEMS])
 
@@ -128,7 +130,7 @@ def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
 class EngineStatus(WireData, frozen=True, kw_only=True):
     """The state of an engine at a heartbeat. `num_steps` shows whether it makes progress.
 
-    longest_step_s: estimated seconds of a step with the most tokens; 0 before the first step.
+    longest_step_s: estimated seconds of the largest possible step; 0 before a step was timed.
     """
 
     state: Name
@@ -149,8 +151,8 @@ class WireError(WireData, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """Return `error` under its nearest class in rollout.errors, with the first part of a long
-        message."""
+        """Return `error` as a WireError, with the first part of a long message. Its type_name: the
+        nearest class in rollout.errors, a RemoteError's type name, or another error's class."""
         encoded = encode_error(error)
         if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
             public = (base for base in type(error).__mro__ if base.__module__ == errors.__name__)
@@ -189,10 +191,10 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client: the client is accepted.
 
     state: name of the fleet's state. lease_s: seconds of silence after which the coordinator ends
-    the session. heartbeat_s: seconds between two heartbeats. answer_grace_s: seconds after its
-    deadline in which a request or command may still be answered. max_requests, max_request_bytes:
-    how many requests, and how many bytes of requests, of one client may be unfinished. is_resumed:
-    the client was connected before, and its requests are still known.
+    the session. heartbeat_s: seconds between two heartbeats. answer_grace_s: seconds that the
+    answer to a request or command may come after the deadline. max_requests, max_request_bytes:
+    limits of one client's unfinished requests. is_resumed: the client was connected before, and its
+    requests are still known.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -213,9 +215,9 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
 
     engine_id: a uuid, the same for the life of the process. state: name of the engine's state.
     running: the attempts that the engine holds, including ended ones. prepared_command_id: the id
-    of a Prepare for which the engine has voted yes without a decision yet; the RegisterAck names
-    the weights to fetch, or a Rollback follows it. settings: the settings that must be equal on all
-    engines, as text by name.
+    of a Prepare that the engine has voted yes to and that is undecided for it. The answer is a
+    RegisterAck with weights to fetch, or a RegisterAck and a Rollback. settings: the settings that
+    must be equal on all engines, as text by name.
     """
 
     protocol_version: Count = PROTOCOL_VERSION
@@ -237,9 +239,10 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
     state: the state to enter before the engine gets work. lease_s: seconds after which an engine
     stops stepping if no heartbeat was answered. heartbeat_s: seconds between two heartbeats.
     report_interval_tokens: most tokens of a request between two reports (Progress). weights: where
-    to fetch the weights of `weights_version`; None if the engine serves them. session: the number
-    of this registration, for the engine's Credit. base_weights: the full weights below `weights` if
-    that is an adapter; None if these are the weights that engines start with.
+    to fetch the weights of `weights_version`; None if the engine has them, or waits for a push
+    because no copy of them is kept. session: the number of this registration, for the engine's
+    Credit. base_weights: the full weights below `weights` if that is an adapter; None if these are
+    the weights that engines start with.
     """
 
     coordinator_id: Uuid
@@ -256,26 +259,26 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
     """In both directions. The coordinator answers each one with the same `sequence` and no status.
-    The answer renews the lease from the time when the heartbeat was *sent*. Its own heartbeats have
-    the sequence 0 and get no answer. status: only an engine's heartbeat has one."""
+    The answer renews the lease from the time when the heartbeat was *sent*. Heartbeats that the
+    coordinator starts have the sequence 0 and get no answer. status: only engines send one."""
 
     sequence: Count
     status: EngineStatus | None = None
 
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
-    """Engine -> coordinator: how many requests the engine accepts in total since it registered. The
-    number never falls. The engine has room for the granted number minus the assigned number of
-    requests, whatever messages are on their way. session: the number in its RegisterAck; credit of
-    an earlier session is dropped."""
+    """Engine -> coordinator: grants a number of requests, counted since the engine registered. The
+    number never falls. The engine's room is the granted minus the assigned number, even while
+    messages are in flight. session: the number in the engine's RegisterAck; the coordinator drops
+    credit of an earlier session."""
 
     num_granted: Count
     session: Count = 0
 
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):
-    """In both directions: the sender ends the session for `reason`. is_fault: it failed, perhaps
-    because of `suspects`, the attempts of its failed step. The failure counts against no others."""
+    """In both directions: the sender ends the session for `reason`. is_fault: the sender failed.
+    suspects: the attempts in its failed step; the failure counts only against their requests."""
 
     reason: Name = ""
     is_fault: bool = False
@@ -341,7 +344,8 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
 
 
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
-    """Engine -> coordinator -> client: the end of a request. The sender keeps it until ReplyAck.
+    """Engine -> coordinator -> client: the end of a request. The sender keeps it until ReplyAck,
+    except the coordinator's refusal of a submission.
 
     record: packed by `pack_record`; None if there is only an `error`. is_failed: whether the
     request's status is FAILED."""
@@ -358,15 +362,15 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
 
 
 class ReplyAck(Message, frozen=True, kw_only=True, tag=76):
-    """Client -> coordinator -> engine: the replies of these attempts have arrived. Their sender may
-    drop them."""
+    """Client -> coordinator -> engine: the replies of these attempts have arrived. The receiver may
+    drop its copies."""
 
     attempts: Attempts
 
 
 class AbortRequest(Message, frozen=True, kw_only=True, tag=23):
-    """Client -> coordinator -> engine: abort these attempts. Each is answered by its EngineReply.
-    Replies of outdated attempts are dropped."""
+    """Client -> coordinator -> engine: abort these attempts. Each one that the receiver holds is
+    answered by its EngineReply."""
 
     attempts: Attempts
 
@@ -421,8 +425,8 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
     in_flight: bool = False
 
     def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
-        """Return one report: the fleet's version, and the most bytes and longest times of any
-        engine."""
+        """Return one report: the fleet's version and checksum, and the most bytes and longest times
+        of any engine."""
         reports = results.by_rank.values()
         return WeightUpdateReport(
             version=results.weights_version,

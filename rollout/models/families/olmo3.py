@@ -1,5 +1,5 @@
-"""OLMO3, the Family of OLMo 3 in `registry`: as OLMo 2, with one RoPE per layer type and windows,
-by default on three of four layers."""
+"""OLMO3, the Family of OLMo 3 in `registry`: OLMo 2 with one RoPE per layer type, and sliding
+windows, which three of four layers have by default."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 from rollout.models.layer_rules import ropes_by_type, windows_by_type

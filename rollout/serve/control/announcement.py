@@ -50,7 +50,7 @@ def tensor_metadata(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorMetadata]:
     """Return the metadata of tensors from equally long lists of names, dtypes and shapes. Raises
-    WeightUpdateError for lists of other lengths, and for a dtype or shape that is not valid."""
+    WeightUpdateError for empty or unequal lists, and for a dtype or shape that is not valid."""
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightUpdateError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes were announced; "
@@ -80,8 +80,8 @@ def tensor_metadata(
 class ModelTensors:
     """The tensors of a model, without values.
 
-    table: the model's weights. shapes: shape of each tensor by every name under which it may be
-    sent. dtype: dtype in the model's config.
+    table: names and slots of the model's weights. shapes: shape of each tensor by every name under
+    which it may be sent. dtype: dtype in the model's config.
     """
 
     table: WeightTable
@@ -90,7 +90,7 @@ class ModelTensors:
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
-        """Return the tensors of the model in `directory`. Raises ModelError."""
+        """Return the tensors of the model in `directory`. Raises ModelError for a bad config."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         table = CausalLM(spec, torch.device("meta")).weight_table()
         shapes = {name: tuple(shape) for name, shape in table.shapes().items()}
@@ -98,12 +98,12 @@ class ModelTensors:
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of an update: all tensors in the widest dtype that may be sent."""
+        """Largest size of an update in bytes: all tensors in the widest dtype that may be sent."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _WIDEST_ITEM_BYTES
 
     def check(self, tensor: TensorMetadata) -> None:
-        """Raise WeightUpdateError if the model has no tensor of this name and shape. Names that
-        updates skip are accepted."""
+        """Raise WeightUpdateError if the model has no tensor of this name and shape. Accepts names
+        that an update ignores, see `WeightTable.is_passed_over`."""
         if self.table.is_passed_over(tensor.name):
             return
         shape = self.shapes.get(tensor.name)

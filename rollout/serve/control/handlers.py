@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 from aiohttp import web
 
-from rollout import __version__
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.fields import Fields, neutral
+from rollout.serve.openapi import installed_version
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, get_route
 
 
@@ -127,7 +128,7 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
         "disaggregation_mode": "null",
         "enable_memory_saver": False,
         "enable_return_routed_experts": False,
-        "version": __version__,
+        "version": installed_version(),
     }
     return json_response({"vllm_config": vllm_config, **sglang_config, **_model(request)})
 

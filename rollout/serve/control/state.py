@@ -1,7 +1,7 @@
 """Control: the objects that the control routes share, from the server's start to its end.
 
 Used by `rollout.serve.app`, which makes and closes it. The control routes, `rollout.serve.health`
-and `rollout.serve.metrics` read it as `request.app[CONTROL]`.
+and `rollout.serve.metrics` read it from the app by the key CONTROL.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_control(state: ServerState) -> Control:
 
 
 async def close_control(app: web.Application) -> None:
-    """Leave the trainers' groups, which ends calls that wait for a broadcast. Then wait for the
-    running operations, and cancel those that take too long."""
+    """Leave the trainers' process groups; calls that wait for a broadcast raise. Then wait for the
+    running operations, and cancel operations that take longer than `_LAST_OPERATIONS_S`."""
     app[CONTROL].transfer.close()
     await app[CONTROL].operations.end(_LAST_OPERATIONS_S)

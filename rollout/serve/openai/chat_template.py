@@ -79,10 +79,10 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return a conversation as text, as the tokenizer's `apply_chat_template` renders it.
 
-        template: text or name of another template. variables: further variables of the template. A
-        null in a message counts as an absent key, arguments of calls may be JSON text, and parts of
-        content are joined for a template that reads no parts. Raises ApiError for a conversation or
-        variables that cannot be rendered.
+        template: text or name of another template. variables: further variables of the template.
+        `plain_message` first drops nulls of the messages, parses JSON text of tool-call arguments,
+        and joins content in parts unless the template reads parts. Raises ApiError for a
+        conversation or variables that cannot be rendered.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
@@ -133,15 +133,18 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
 
 
 def _check_syntax(source: str) -> None:
-    """Raise ConfigError for a template with a syntax error, and without transformers or jinja2."""
-    import jinja2
-
+    """Raise ConfigError for a template with a syntax error, or if a package for templates is
+    missing or too old."""
     try:
+        import jinja2
+
         _render_probe(source, _PROBE)
-    except jinja2.TemplateSyntaxError as fault:
-        raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     except ImportError as fault:
         raise ConfigError(f"chat templates need more packages ({fault}): {INSTALL_TEXT}") from fault
+    except ConfigError:  # transformers is missing
+        raise
+    except jinja2.TemplateSyntaxError as fault:
+        raise ConfigError(f"the chat template cannot be read: {fault}") from fault
     except Exception:  # the template refuses this conversation; others may pass
         return
 
@@ -167,7 +170,7 @@ def _render_probe(source: str, content: Any) -> str:
 
 
 def _without_vocabulary() -> Any:
-    """Return a renderer of templates for models without a tokenizer of Hugging Face."""
+    """Return a Hugging Face tokenizer without vocabulary, which only renders templates."""
     try:
         from transformers import PreTrainedTokenizerBase
     except ImportError as error:

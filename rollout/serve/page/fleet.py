@@ -1,7 +1,7 @@
 """Snapshots of a fleet for display: state, counts and rates of each engine.
 
 Used by `rollout.serve.server`, which makes a FleetFeed for `rollout.serve.page.routes`, and by
-`rollout.cli.top` (FleetView). They only read the engines' counters.
+`rollout.cli.top` (FleetView). FleetFeed and FleetView only read the engines' counters.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FleetView:
         self._before: dict[int, tuple[float, EngineStats]] = {}
 
     def snapshot(self, fleet: FleetStats, now: float | None = None) -> FleetSnapshot:
-        """Return a snapshot of these counters. now: time in monotonic seconds; None for now."""
+        """Return a snapshot of `fleet`. now: seconds of time.monotonic; None reads the clock."""
         now = time.monotonic() if now is None else now
         engines = [self._engine(rank, stats, now) for rank, stats in fleet.engines.items()]
         self._before = {rank: (now, stats) for rank, stats in fleet.engines.items()}
@@ -91,10 +91,10 @@ class FleetView:
 
 
 class FleetFeed:
-    """Reads the engines' counters once a second while a page is open, for all pages at once. A slow
-    page misses snapshots.
+    """Reads the engines' counters once a second while anyone watches, once for all watchers. A slow
+    watcher misses snapshots.
 
-    num_watchers: number of running `snapshots` iterations, one for each open page.
+    num_watchers: number of running `snapshots` iterations: open pages, and `rollout top` programs.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
@@ -124,7 +124,7 @@ class FleetFeed:
                 self._polling = None
 
     def close(self) -> None:
-        """End all iterations of `snapshots`, also later ones."""
+        """End all iterations of `snapshots`. Later iterations end at once."""
         self._is_closed = True
         self._is_new.set()
 

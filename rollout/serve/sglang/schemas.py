@@ -39,7 +39,7 @@ FlatRows = Annotated[Any, refused("log-probs come as rows of [log-prob, id, text
 class SglangSampling(Fields, kw_only=True):
     """`sampling_params` of GenerateBody, under SGLang's names.
 
-    max_new_tokens: most generated tokens; null for as many as fit into the context.
+    max_new_tokens: limit on generated tokens; null generates as many as fit into the context.
     """
 
     max_new_tokens: int | None = 128
@@ -83,8 +83,8 @@ class GenerateBody(Fields, kw_only=True):
     """POST /generate, with one prompt or a list of prompts. For a list, `sampling_params` and `rid`
     may be lists with one entry for each prompt.
 
-    rid: name of the request, for aborts. extra_key: a second cache_salt. priority: higher goes
-    first.
+    rid: name of the request, for aborts. cache_salt, extra_key: requests share cached prefixes only
+    if both are equal. priority: a request with a higher number runs first.
     """
 
     input_ids: list[int | list[int]] | None = None

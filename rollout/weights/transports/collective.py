@@ -2,7 +2,7 @@
 
 Buckets of bytes are sent one at a time through one buffer, which is reused. The weights are not
 kept: an engine that joins the fleet later gets no requests until the next push. Used by
-`rollout.weights.transports.registry`; CollectiveTransport also carries deltas.
+`rollout.weights.transports.registry`, and by `rollout.weights.transports.delta` to send deltas.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Push:
-    """A push of the sender. number: number of this push of the transport, from 1. num_announced:
-    buckets announced so far. is_rolled_back: whether `roll_back` was called."""
+    """A push of the sender. number: index of this push, from 1. num_announced: number of buckets
+    announced so far. is_rolled_back: whether `roll_back` was called."""
 
     number: int
     id: str
@@ -83,8 +83,9 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     """Message of the sender with the group of a push.
 
     engines: ids of ranks 1, 2, ...; the sender is rank 0. backend: a backend of torch.distributed,
-    or the place of a SharedBucket, whose `address` engines open. stall_s: how long one bucket may
-    take after its announcement. fault: why there is no group; "" if there is one.
+    or "cuda" or "host" for a SharedBucket there. stall_s: how long one bucket may take after its
+    announcement. fault: why there is no group; "" if there is one. address: address of the
+    SharedBucket, which engines open; "" without one.
     """
 
     group: str
@@ -216,7 +217,7 @@ class CollectiveTransport:
             self.committed, self._push = self._push.source, None
 
     def roll_back(self) -> None:
-        """End the push: `send` returns when the bucket in flight has arrived or failed."""
+        """End the push: `send` sends no further bucket and returns."""
         push, self._push = self._push, None
         if push is not None:
             push.is_rolled_back = True
@@ -315,7 +316,8 @@ class CollectiveTransport:
 
     def _remove_keys(self, push: _Push | None) -> None:
         """Remove the keys of an earlier push from the store; no-op for None. An engine that was
-        disconnected may still wait for that push. It sees the end in OVER."""
+        disconnected may still wait for one of these keys. Then it reads in the key OVER that the
+        push is over."""
         if push is None:
             return
         put(self._store, OVER, push.number)
@@ -374,8 +376,8 @@ class CollectiveReceiver:
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
         """Receive a push that is being sent, and return its tensors in new memory.
 
-        Raises WeightUpdateError if the sender ends the push, with its reason, if the sender
-        disconnects, if the push is incomplete, and if it is over already.
+        Raises WeightUpdateError if the sender disconnects or ends the push, if the push is
+        incomplete, and if it is over already.
         """
         if not source.num_members:
             raise WeightUpdateError(
@@ -434,8 +436,8 @@ class CollectiveReceiver:
         return wait_for(store, f"{push_id}/{key}", check)
 
     def _joined(self, plan: GroupPlan) -> BucketPath:
-        """Return this engine's end of the path in the plan's group. Join the group if needed.
-        Raises WeightUpdateError if the plan does not list this engine."""
+        """Return this engine's BucketPath in the plan's group. Join the group if needed. Raises
+        WeightUpdateError if the plan does not list this engine."""
         if self._path is not None and self._group == plan.group:
             return self._path
         self._path, self._group = None, ""

@@ -1,10 +1,9 @@
 """SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
 
 The memory is an anonymous file (memfd), which the system frees when the trainer and all readers
-have closed it. Linux only. A released file is reused by the push after the next, because new memory
-would cost more than the copy. A reader holds a lock on it while it has a view of a tensor, and a
-file with a reader is not rewritten: a new file is used instead. Used by
-`rollout.weights.transports.registry`.
+have closed it. Linux only. A released file is kept for the next push, because new memory would cost
+more than the copy. A reader locks the file while it has a view of a tensor. A push does not rewrite
+a file with a reader, but writes a new one. Used by `rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class SharedTransport(KeptTransport[_Segment]):
     kind = "shared"
 
     def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
-        """With `reuses_memory`, memory for two copies is kept between pushes instead of one."""
+        """`reuses_memory`: keep one released file for the next push, else close released files."""
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         self._reuses_memory = reuses_memory
         self._spare: TensorFile | None = None
@@ -111,8 +110,8 @@ class SharedTransport(KeptTransport[_Segment]):
         return file
 
     def _keep_spare(self, released: TensorFile) -> None:
-        """Keep a released file as the spare, and close the spare before, which a reader may lock.
-        Without memory reuse the released file is closed."""
+        """Keep a released file as the spare, and close the previous spare, which may have a reader.
+        Without memory reuse, close the released file instead."""
         _write_id(released, "")  # new readers must not begin to read it
         old: TensorFile | None = released
         if self._reuses_memory:

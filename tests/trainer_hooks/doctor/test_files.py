@@ -193,3 +193,7 @@ def test_diagnose_refuses_inputs_that_do_not_fit_the_batch() -> None:
     smaller = model_of(1, vocab_size=100)
     with pytest.raises(ConfigError, match="outside the model's vocabulary of 100"):
         diagnose(collated(sources), smaller)
+    negative = collated(sources)
+    negative.tokens_BT[0, 0] = -2
+    with pytest.raises(ConfigError, match="token id -2 is outside"):
+        diagnose(negative, model)
