@@ -102,8 +102,8 @@ CONFIG_HINTS = {
     "max_num_seqs": "max_requests",
     "max_running_requests": "max_requests",
     "max_num_batched_tokens": "max_tokens",
-    "gpu_memory_utilization": "buffer_size_gb, an amount,",
-    "mem_fraction_static": "buffer_size_gb, an amount,",
+    "gpu_memory_utilization": "buffer_size_gb (the GiB of the KV pool)",
+    "mem_fraction_static": "buffer_size_gb (the GiB of the KV pool)",
     "block_size": "block_size_tokens",
     "page_size": "block_size_tokens",
 }

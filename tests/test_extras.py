@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
+from tests.apis.fleets import directory
 
 ROOT = Path(__file__).parents[1]
 BASE = {"msgspec", "numpy", "pyzmq", "safetensors", "torch", "typing-extensions"}
@@ -48,7 +50,9 @@ for what in (
     except rollout.ConfigError as error:
         print(error)
 llm.shutdown()
-for command in ("serve", "generate", "bench", "explain", "top", "train"):
+small = ("buffer_size_gb=0.001", "num_tokens_to_generate=3", "--token-ids")
+print("exit code", main(["generate", sys.argv[2], *small]))
+for command in ("serve", "bench", "explain", "top", "train"):
     print(command, main([command]), file=sys.stderr)
 """
 
@@ -62,10 +66,12 @@ def extras() -> dict[str, str]:
     )
 
 
-def test_llm_generates_without_extras_and_what_needs_one_names_it() -> None:
+def test_llm_and_generate_run_without_extras_and_what_needs_one_names_it() -> None:
+    program = "import rollout.models\n" + WITHOUT_EXTRAS
     done = subprocess.run(
-        [sys.executable, "-c", "import rollout.models\n" + WITHOUT_EXTRAS, ",".join(ABSENT)],
+        [sys.executable, "-c", program, ",".join(ABSENT), directory()],
         cwd=ROOT,
+        input='{"prompt": [1, 2, 3]}',
         capture_output=True,
         text=True,
         check=True,
@@ -79,10 +85,13 @@ def test_llm_generates_without_extras_and_what_needs_one_names_it() -> None:
         ("trainer_hooks.train needs the package rich", "train"),
         ("ChatEndpoint needs the package aiohttp", "serve"),
     ]
-    for line, (fault, extra) in zip(lines[1:], expected, strict=True):
+    *errors, row, exit_code = lines[1:]
+    assert len(json.loads(row)["token_ids"]) == 3
+    assert exit_code == "exit code 0"
+    for line, (fault, extra) in zip(errors, expected, strict=True):
         assert line.startswith(f"{fault}: pip install ")
         assert line.endswith(f"(extra '{extra}')")
-    for command in ("serve", "generate", "bench", "explain", "top", "train"):
+    for command in ("serve", "bench", "explain", "top", "train"):
         extra = "train" if command == "train" else "serve"
         error = rf"rollout: error: .* needs the package \w+: .* \(extra '{extra}'\)\n{command} 2\n"
         assert re.search(error, done.stderr), done.stderr

@@ -16,6 +16,7 @@ from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_sett
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import coordinator_keys
+from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 _LIMITS: Kinds = fields_of(CoordinatorLimits)
 _KINDS: Kinds = {
@@ -45,7 +46,15 @@ def run(words: Sequence[str]) -> int:
         "  data_parallel_size=1     expected engines; more may join\n"
         "  advertise_host=NAME      host for clients and engines, with --listen tcp://0.0.0.0:5555\n"
         "  insecure=true            no keys off loopback; for closed networks alone\n"
-        f"  {' '.join(sorted(_KINDS.keys() - {'data_parallel_size', 'advertise_host'}))}\n"
+        "  enable_prefix_caching=true, block_size_tokens=N\n"
+        "                           route prompts by their prefixes, in blocks of N tokens\n"
+        "  prefix_caching_coordinator_policy=NAME, policy_options=JSON\n"
+        "                           the routing policy (load_balanced) and its arguments\n"
+        "  deterministic_mode=true  no work before all engines have joined; ranks by their ids\n"
+        "  schedule_output_path=FILE\n"
+        "                           write the routing decisions to FILE\n"
+        f"  max_frame_bytes={DEFAULT_MAX_FRAME_BYTES}\n"
+        "                           longest message that is sent or accepted\n"
         "  and every field of CoordinatorLimits, such as orphan_deadline_s=600\n"
     )
     parser.add_argument(

@@ -11,14 +11,12 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rollout.apis.arguments import RolloutGroup
 from rollout.apis.llm import LLM
@@ -44,6 +42,8 @@ _HINTS |= {
     "max_num_batched_tokens": _STEP_TOKENS,
 }
 
+Advance = Callable[[int], None]  # takes the number of tokens of a finished prompt
+
 
 def run(words: Sequence[str]) -> int:
     """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
@@ -66,7 +66,13 @@ def run(words: Sequence[str]) -> int:
     with ExitStack() as files:
         lines: Iterable[bytes] = sys.stdin.buffer
         if given.input:
-            lines = files.enter_context(Path(given.input).open("rb"))
+            try:
+                lines = files.enter_context(Path(given.input).open("rb"))
+            except OSError as error:
+                raise UsageError(
+                    f"--input {given.input}: {error.strerror}; give a file of prompts, or leave "
+                    "--input out to read stdin"
+                ) from error
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
         output = sys.stdout
         if given.output:
@@ -111,14 +117,15 @@ def _engine_kinds() -> Kinds:
 def _parser() -> Parser:
     parser = Parser(
         "generate",
-        "Complete prompts, in UTF-8. Each line is a prompt: text, or a JSON object with `prompt`"
-        " (text or token ids), `prompt_token_ids` or `messages`. Its other keys are copied to the"
-        " output.",
+        "Complete the prompts of a file or of stdin, in UTF-8. Each line is a prompt: text, or a\n"
+        "JSON object with `prompt` (text or token ids), `prompt_token_ids` or `messages`. Other\n"
+        "keys of the object are copied to the output. Each sample is a line of JSON.",
     )
     parser.epilog = (
         MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
-        "  n=N                   samples of each prompt\n"
-        f"  {_STEP_TOKENS}=N   most tokens of one step of the engine\n"
+        "  num_tokens_to_generate=N   most tokens of each sample\n"
+        "  n=N                        samples of each prompt (1)\n"
+        f"  {_STEP_TOKENS}=N        most tokens of one step of the engine\n"
     )
     parser.add_argument("--input", metavar="FILE", help="file of prompts (default: stdin)")
     parser.add_argument(
@@ -190,21 +197,11 @@ class _Counts:
         self.num_generated_tokens += row["num_generated_tokens"]
 
 
-@contextmanager
-def _progress(num_prompts: int, *, is_shown: bool) -> Iterator[Any]:
-    """Show a progress bar on stderr, if `is_shown`. Yields advance(num_tokens), to be called for
-    each finished prompt."""
-    columns = (
-        *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-    )
-    start, num_tokens = time.monotonic(), 0
-    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
-        task = bar.add_task("prompts", total=num_prompts, rate=0.0)
+def _progress(num_prompts: int, *, is_shown: bool) -> AbstractContextManager[Advance]:
+    """Show a progress bar on stderr, if `is_shown` and the package rich is installed. The context
+    manager yields a function to call for each finished prompt."""
+    if not is_shown or find_spec("rich") is None:
+        return nullcontext(lambda num_tokens: None)
+    from rollout.cli.progress import progress_bar
 
-        def advance(count: int) -> None:
-            nonlocal num_tokens
-            num_tokens += count
-            bar.update(task, advance=1, rate=num_tokens / max(1e-9, time.monotonic() - start))
-
-        yield advance
+    return progress_bar(num_prompts)

@@ -16,9 +16,14 @@ from rollout.errors import RolloutError
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
     """Turn aiohttp's errors in the `with` block into RolloutErrors that name `url`. An aiohttp
-    error that is also an OSError, such as a refused connection, passes unchanged."""
+    error that is also an OSError, except a failed connection, passes unchanged."""
     try:
         yield
+    except aiohttp.ClientConnectorError as error:
+        raise RolloutError(
+            f"cannot connect to {url}: {error.os_error}; start a server there, as `rollout serve "
+            "DIR` does, or correct the address"
+        ) from error
     except aiohttp.ClientError as error:
         if isinstance(error, OSError):
             raise

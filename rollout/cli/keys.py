@@ -20,7 +20,7 @@ def run(words: Sequence[str]) -> int:
         "Make the keys of a fleet: rollout keys DIR [NAME ...]. DIR is for the coordinator;\n"
         f"DIR/NAME goes to the hosts of the peer NAME ({ENGINE} and {CLIENT}, if none is named).\n"
         "A second call adds peers, which a running coordinator accepts. A peer whose file is\n"
-        "removed from DIR/allowed is refused from then on.",
+        "removed from DIR/allowed is refused when it connects again.",
     )
     given = parser.parse(words)
     if not given.settings:

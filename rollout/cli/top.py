@@ -36,11 +36,15 @@ def run(words: Sequence[str]) -> int:
     """Show snapshots until Ctrl-C, or as many as the setting `count` says. Returns 0. words: the
     command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
-        "top", "Watch a fleet: rollout top ADDRESS, of a coordinator, or a server's URL."
+        "top",
+        "Watch the engines of a fleet: rollout top ADDRESS. ADDRESS is the address of a\n"
+        "coordinator, or the URL of a server, such as http://127.0.0.1:8000.",
     )
     parser.epilog = (
-        "settings:\n  interval_s=1 count=N (snapshots; default: until Ctrl-C)\n"
-        "  set ROLLOUT_API_KEY for a server that needs a key\n"
+        "settings:\n"
+        "  interval_s=1   seconds between two snapshots of a coordinator\n"
+        "  count=N        number of snapshots; default: until Ctrl-C\n"
+        "Set the variable ROLLOUT_API_KEY for a server that needs a key.\n"
     )
     parser.add_argument(
         "--keys", metavar="DIR", help="folder of a client's keys, made by `rollout keys`"
@@ -48,7 +52,10 @@ def run(words: Sequence[str]) -> int:
     given = parser.parse(words)
     targets = [word for word in given.settings if _is_target(word)]
     if len(targets) != 1:
-        raise UsageError("give one coordinator's address or server's URL: rollout top ADDRESS")
+        raise UsageError(
+            f"give one coordinator's address or server's URL, not {len(targets)}: rollout top "
+            "http://127.0.0.1:8000"
+        )
     (values,) = read_settings([w for w in given.settings if w not in targets], _KINDS)
     interval_s, count = values.get("interval_s", 1.0), values.get("count")
     if interval_s <= 0:

@@ -20,7 +20,7 @@ from rollout.serve.access import Access, Keys, Senders
 from rollout.serve.config import CONTROL_PROTOCOLS
 from rollout.serve.control.handlers import info_routes
 from rollout.serve.control.state import CONTROL, close_control, make_control
-from rollout.serve.errors import ApiError, api_error_of, error_response, json_response, openai_form
+from rollout.serve.errors import ApiError, openai_form
 from rollout.serve.fields import Fields, converted, unreadable_value
 from rollout.serve.health import health_routes
 from rollout.serve.metrics import metrics_routes
@@ -30,6 +30,7 @@ from rollout.serve.openai.model import model_routes
 from rollout.serve.openai.tokens_in_out import generate_routes
 from rollout.serve.openapi import document
 from rollout.serve.page.routes import page_routes
+from rollout.serve.responses import api_error_of, error_response, json_response
 from rollout.serve.sglang import generate as sglang_generate
 from rollout.serve.sglang.control import sglang_routes
 from rollout.serve.state import STATE, Route, ServerState

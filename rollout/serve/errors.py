@@ -1,27 +1,13 @@
 """ApiError: an error reported to a client, and its JSON form in each protocol.
 
 All modules of rollout.serve raise it; `rollout.serve.app` and `rollout.serve.event_stream` send it.
-`rollout.cli.generate` catches it. `json_response` makes the replies of most routes.
+`rollout.cli.generate`, which runs without aiohttp, catches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import msgspec
-from aiohttp import web
-
-from rollout.errors import (
-    ClientStateError,
-    ConfigError,
-    ContextOverflowError,
-    CoordinatorLostError,
-    EngineStateError,
-    InvalidRequestError,
-    RolloutError,
-    WeightUpdateError,
-)
 
 _TYPES = {
     400: "BadRequestError",
@@ -87,35 +73,3 @@ def sglang_form(error: ApiError) -> Mapping[str, Any]:
 def sglang_admin_form(error: ApiError) -> Mapping[str, Any]:
     """Return the JSON body of an error of SGLang's control routes."""
     return {"success": False, "message": error.message}
-
-
-def api_error_of(error: Exception) -> ApiError | None:
-    """Return the ApiError that reports an error of this package or of aiohttp; None for others."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, web.HTTPException):
-        return ApiError(error.status, error.text or error.reason)
-    if isinstance(error, InvalidRequestError | ConfigError | ContextOverflowError):
-        return ApiError(400, str(error))
-    if isinstance(error, EngineStateError | CoordinatorLostError | ClientStateError):
-        return ApiError(503, str(error))
-    if isinstance(error, WeightUpdateError):
-        return ApiError(400, str(error))
-    if isinstance(error, RolloutError):
-        return ApiError(500, str(error))
-    return None
-
-
-def error_response(error: ApiError, form: ErrorForm) -> web.Response:
-    """Return the response for `error` in the form of a protocol."""
-    response = json_response(form(error), status=error.status)
-    if error.retry_after_s is not None:
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    return response
-
-
-def json_response(content: Any, *, status: int = 200) -> web.Response:
-    """Return a response with `content`, which may hold msgspec structs, as JSON."""
-    return web.Response(
-        body=msgspec.json.encode(content), status=status, content_type="application/json"
-    )

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from rollout.serve.errors import ApiError, ErrorForm, api_error_of
+from rollout.serve.errors import ApiError, ErrorForm
+from rollout.serve.responses import api_error_of
 
 _logger = logging.getLogger(__name__)
 _HEADERS = {

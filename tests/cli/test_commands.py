@@ -51,6 +51,8 @@ def test_mistakes_are_one_line_and_exit_with_2(capsys: pytest.CaptureFixture[str
         (["bench", model, "block_size_tokens=3"], "must be a power of two"),
         (["bench", "serving"], "url is missing"),
         (["generate", "--input"], "expected one argument"),
+        (["generate", model, "--input", "/none"], "give a file of prompts, or leave --input out"),
+        (["bench", model, "gpu_memory_utilization=0.9"], "is buffer_size_gb (the GiB of the KV"),
         (["generate", model, "max_tokens=4"], "max_tokens is num_tokens_to_generate (and engine."),
         (["generate", model, "max_num_batched_tokens=4"], "is engine.max_tokens here"),
     ):
@@ -66,7 +68,9 @@ def test_faults_exit_with_1_and_json_errors_are_json(capsys: pytest.CaptureFixtu
     words = ["bench", "serving", "url=http://127.0.0.1:9", "--json"]
     assert main(words) == 1
     (error,) = lines_of(capsys.readouterr().err)
-    assert error["error"]["type"] == "ClientConnectorError"
+    assert error["error"]["type"] == "RolloutError"
+    assert "cannot connect to http://127.0.0.1:9" in error["error"]["message"]
+    assert "rollout serve" in error["error"]["message"]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +94,28 @@ def test_the_module_runs_as_a_program() -> None:
 
 
 # ---- generate
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("has_rich", [True, False], ids=["", "without rich"])
+def test_generate_shows_a_progress_bar_in_a_terminal_if_rich_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_rich: bool
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1, 2, 3]}, {"prompt": [4]})
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    assert main(["generate", directory(), *SMALL, "num_tokens_to_generate=2"]) == 0
+    assert len(lines_of(capsys.readouterr().out)) == 2
+    shown = terminal.getvalue()
+    assert ("prompts" in shown and "2/2" in shown and "tokens/s" in shown) == has_rich
 
 
 def test_generate_writes_the_samples_of_llm_generate(

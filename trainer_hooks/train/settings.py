@@ -168,7 +168,11 @@ class DataSettings(SourceSettings):
         for name, source in self.named_sources.items():
             if source.kind is None or source.path is None:
                 where = f"data.sources.{name}" if self.sources else "data"
-                raise ConfigError(f"{where} needs kind and path; {where}.path is {source.path!r}")
+                missing = "kind=jsonl" if source.kind is None else "path=FILE"
+                raise ConfigError(
+                    f"{where} needs kind and path; {where}.path is {source.path!r}; set "
+                    f"{where}.{missing}, for example"
+                )
         if self.sources and (self.path is not None or self.held_out_path is not None):
             raise ConfigError("data.path and data.held_out_path belong to one source, not several")
         if self.sources and any(source.kind == "python" for source in self.sources.values()):

@@ -9,19 +9,23 @@ has loaded it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rollout.backends.cpu.user_cache import private_folder
 
@@ -37,7 +41,14 @@ _FLAGS = (
     *("-std=gnu11", "-fvisibility=hidden", "-fPIC"),
 )
 _HERE = ("-march=native",)
-_COMPILE_TIMEOUT_S = 120
+# The compiler needs 20 s of processor time in all. A busy machine makes that many minutes, so the
+# limit of a compiler that does not end is of processor time, for each of its processes. The limit
+# of wall-clock time is for a compiler that waits for something.
+_COMPILE_CPU_S, _COMPILE_WALL_S = 300, 1800.0
+_CPU_LIMIT_EXIT_CODES = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # of the compiler, or of a script
+_CPU_LIMIT_TEXT = re.compile("cpu ?time limit exceeded", re.IGNORECASE)  # of a compiler's driver
+_LIMIT_REMEDY = "set CC to another compiler, or install a wheel that has the kernels"
+_LOCK_POLL_S = 0.1
 _FALLBACK = "using torch, which is 2 to 3 times slower"
 
 
@@ -53,6 +64,14 @@ class Target:
     name: str
     options: tuple[str, ...]
     cpu_flags: frozenset[str]
+
+
+class CompileError(Exception):
+    """The compiler refused the sources, or reached a limit."""
+
+
+class CompileLimitError(CompileError):
+    """The compiler reached a limit of time."""
 
 
 # Levels of the x86-64 psABI. Of v4's processors those from 2022 on also multiply pairs of bfloat16
@@ -145,7 +164,8 @@ def build_bundled(folder: Path, compiler: str) -> Iterator[Path]:
 
 
 def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
-    """Return the kernels that the system's compiler has built for this machine; None if it fails.
+    """Return the kernels that the system's compiler has built for this machine; None, with a
+    warning, if it fails or reaches a limit of time.
 
     `why`: the reason that no library of a wheel is loaded, for the log.
     """
@@ -159,9 +179,8 @@ def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
     try:
         path, was_built = _build(folder, compiler)
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or error
-        logger.warning("native kernels: off (%s; %s); %s", why, str(detail).strip(), _FALLBACK)
+    except (OSError, CompileError) as error:
+        logger.warning("native kernels: off (%s; %s); %s", why, error, _FALLBACK)
         return None
     how = "compiled" if was_built else "loaded"
     logger.info("native kernels: %s %s (%.2f s; %s)", how, path, time.monotonic() - started, why)
@@ -170,26 +189,123 @@ def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
 
 def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
     """Return the path of the shared object for these sources, compiler, flags and CPU, and whether
-    it was compiled now."""
+    it was compiled now.
+
+    Processes that start together compile it once: one does, and the others wait for its shared
+    object or its error. Raises CompileError.
+    """
     flags = (*_FLAGS, *_HERE)
     path = private_folder("native") / f"{_digest(folder, compiler, *flags, *_cpu_identity())}.so"
     if path.exists():
         return path, False
+    lock = path.with_suffix(".lock")
+    with lock.open("a+") as file:
+        _acquire(file)
+        try:
+            file.seek(0)
+            if path.exists():
+                return path, False
+            if failure := file.read():
+                raise CompileError(failure)
+            logger.info("native kernels: compiling them with %s, once", compiler)
+            try:
+                _compile([compiler, *flags], folder, path)
+            except CompileError as error:
+                file.write(str(error))
+                raise
+        finally:
+            # Processes that wait have the file open; a later start makes another, and tries again.
+            lock.unlink(missing_ok=True)
+    return path, True
+
+
+def _acquire(file: TextIO) -> None:
+    """Lock `file` until it is closed, or leave it unlocked where the file system has no locks.
+    Raises CompileLimitError if another process keeps it locked."""
+    end = None
+    while not _is_acquired(file):
+        if end is None:
+            logger.info("native kernels: another process compiles them; waiting (%s)", file.name)
+            end = time.monotonic() + _COMPILE_WALL_S
+        elif time.monotonic() >= end:
+            raise CompileLimitError(
+                f"another process has held {file.name} for {_COMPILE_WALL_S:g} s, the limit of a "
+                "compilation: end that process"
+            )
+        time.sleep(_LOCK_POLL_S)
+
+
+def _is_acquired(file: TextIO) -> bool:
+    """Lock `file`. Returns False if another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("cannot lock %s: %s", file.name, error)
+    return True
+
+
+def _compile(command: list[str], folder: Path, path: Path) -> None:
+    """Compile the sources in `folder` into the shared object `path`. `command`: compiler and flags.
+
+    Without OpenMP, if the compiler lacks it. Raises CompileError.
+    """
     # Compile to another name, then rename: other processes see a whole file or none.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
-    command = [compiler, *flags, "-shared", *map(str, _sources(folder)), "-o", unfinished, "-lm"]
+    command = [*command, "-shared", *map(str, _sources(folder)), "-o", unfinished, "-lm"]
     try:
         try:
-            _run([*command, "-fopenmp"], timeout=_COMPILE_TIMEOUT_S)
-        except subprocess.CalledProcessError:
-            # The compiler lacks OpenMP. Kernels then run on one thread, except where Python splits
-            # the work.
-            _run(command, timeout=_COMPILE_TIMEOUT_S)
+            _run_limited([*command, "-fopenmp"])
+        except CompileLimitError:
+            raise
+        except CompileError as error:
+            _run_limited(command)
+            logger.warning(
+                "native kernels: %s compiles without OpenMP only, so most of them use one thread; "
+                "install OpenMP and remove %s (%s)",
+                *(command[0], path, error),
+            )
         os.replace(unfinished, path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
-    return path, True
+
+
+def _run_limited(command: list[str]) -> None:
+    """Run the compiler within both limits of time. Raises CompileError with what it printed."""
+    # The shell sets the limit, and all processes of the compiler inherit it. preexec_fn is unsafe
+    # in a process that has threads.
+    limit = f'ulimit -c 0; ulimit -S -t {_COMPILE_CPU_S}; exec "$@"'
+    with subprocess.Popen(
+        ["/bin/sh", "-c", limit, "sh", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"},  # for _CPU_LIMIT_TEXT
+        start_new_session=True,
+    ) as process:
+        try:
+            _, printed = process.communicate(timeout=_COMPILE_WALL_S)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the compiler and its processes
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CompileLimitError(
+                    f"{command[0]} did not end within {_COMPILE_WALL_S:g} s, the limit of a "
+                    f"compilation: {_LIMIT_REMEDY}"
+                ) from None
+            raise
+    if process.returncode == 0:
+        return
+    if process.returncode in _CPU_LIMIT_EXIT_CODES or _CPU_LIMIT_TEXT.search(printed):
+        raise CompileLimitError(
+            f"{command[0]} used {_COMPILE_CPU_S} s of processor time, the limit of a compilation: "
+            f"{_LIMIT_REMEDY}"
+        )
+    raise CompileError(printed.strip() or f"{command[0]} ended with {process.returncode}")
 
 
 def _run(command: list[str], **options: Any) -> None:

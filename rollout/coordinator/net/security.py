@@ -226,6 +226,6 @@ def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> 
         logger.warning("the coordinator at %s takes commands from anybody who reaches it", address)
     else:
         raise ConfigError(
-            f"host={host!r} can be reached by other machines: give curve keys, or insecure=True "
-            "where the network is trusted"
+            f"host={host!r} can be reached by other machines: give keys (curve=, or --keys DIR "
+            "in a shell), or insecure=True where the network is trusted"
         )

@@ -131,7 +131,10 @@ def _of_directory(
     directory: Path, dtype: torch.dtype | str
 ) -> tuple[ModelSpec, TensorsByName, str]:
     if not directory.is_dir():
-        raise ModelError(f"{directory} is not a directory; models are not downloaded here")
+        raise ModelError(
+            f"{directory} is not a directory; models are not downloaded here: give a directory "
+            "with config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"
+        )
     config = read_config(directory)
     if dtype != "auto":
         config["dtype"] = dtype

@@ -10,8 +10,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate
+from rollout.serve.responses import json_response
 from rollout.serve.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.text import HFTokenizer

@@ -21,10 +21,11 @@ from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
-from rollout.serve.errors import ApiError, json_response, openai_form
+from rollout.serve.errors import ApiError, openai_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.openai.logprobs import prompt_logprobs
+from rollout.serve.responses import json_response
 from rollout.serve.samples import of_prompt, streamed_text, text_of, weight_versions
 from rollout.serve.sampling import salt_of, sampling_params_of
 from rollout.serve.schemas import ReplyFields, SamplingFields, StreamOptions

@@ -31,8 +31,9 @@ from rollout.serve.control.handlers import (
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, one_chunk, single_chunks
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response, sglang_admin_form
+from rollout.serve.errors import ApiError, sglang_admin_form
 from rollout.serve.fields import Fields, neutral, refused
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, admin_route, get_route
 
 _MODES = {

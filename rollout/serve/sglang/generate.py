@@ -19,10 +19,11 @@ from aiohttp import web
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
 from rollout.sampling_params import SamplingParams
-from rollout.serve.errors import ApiError, json_response, sglang_form
+from rollout.serve.errors import ApiError, sglang_form
 from rollout.serve.event_stream import EventStream
 from rollout.serve.generation import Generation
 from rollout.serve.generation_config import SamplingDefaults
+from rollout.serve.responses import json_response
 from rollout.serve.samples import (
     TokenData,
     finite,

@@ -27,9 +27,10 @@ from rollout.serve.control.handlers import (
 from rollout.serve.control.pausing import PauseMode
 from rollout.serve.control.process_group import Packing, packed_chunks, single_chunks
 from rollout.serve.control.state import CONTROL
-from rollout.serve.errors import ApiError, json_response
+from rollout.serve.errors import ApiError
 from rollout.serve.fields import Fields, neutral, refused
 from rollout.serve.llm import ServedLLM
+from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, admin_route, get_route
 
 # vLLM has one group, without a name. Our trainers' store has its addresses under this name.
