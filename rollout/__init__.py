@@ -5,7 +5,7 @@ Has the names that users import. Each is loaded when it is first used.
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.13.0.dev0"  # pyproject.toml reads it here
 
 # Module -> its names in this package. The stub beside this file has the same.
 _HOMES = {

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import is_dataclass
 from enum import Enum
-from importlib import import_module, metadata
+from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,7 @@ from rollout.apis.arguments import FLEET_DEFAULTS
 from tests.apis.fleets import directory
 from tests.pinned_api import ATTRIBUTES, KEYWORDS, NAMES, PARAMETERS
 
+CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 PINNED = [(module, name) for module, names in NAMES.items() for name in names.split()]
 
 
@@ -87,8 +88,13 @@ def test_pinned_attributes_are_there(path: str) -> None:
     assert set(ATTRIBUTES[path].split()) - names == set()
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
-    assert rollout.__version__ == metadata.version("rollout-engine")
+def test_the_version_is_the_changelogs_last_or_the_development_version_after_it() -> None:
+    headings = re.findall(r"^## \[(\d+)\.(\d+)\.(\d+)\]", CHANGELOG.read_text(), flags=re.M)
+    versions = [tuple(map(int, heading)) for heading in headings]
+    assert versions == sorted(set(versions), reverse=True)
+    major, minor, patch = versions[0]
+    expected = {f"{major}.{minor}.{patch}", f"{major}.{minor + 1}.0.dev0"}
+    assert rollout.__version__ in expected
 
 
 def test_all_lists_exactly_what_exists() -> None:

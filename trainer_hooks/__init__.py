@@ -163,7 +163,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-# Module and name that replace each deprecated name. Version 0.2 removes the deprecated names.
+# Module and name that replace each deprecated name. Version 0.14 removes the deprecated names.
 _RENAMED = {
     "take_part": ("trainer_hooks", "join_push"),
     "fixed_logprobs": ("trainer_hooks", "compute_logprobs"),
@@ -181,7 +181,7 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, new_name = _RENAMED[name]
     _warnings.warn(
-        f"trainer_hooks.{name} is now {module}.{new_name}; the old name goes in version 0.2",
+        f"trainer_hooks.{name} is now {module}.{new_name}; the old name goes in version 0.14",
         DeprecationWarning,
         stacklevel=2,
     )
