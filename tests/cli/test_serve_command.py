@@ -51,7 +51,7 @@ def test_help_lists_every_field_of_the_server_with_its_default(
 def test_help_of_reads_the_docstring_of_a_dataclass() -> None:
     lines = help_of(CoordinatorLimits).splitlines()
     (line,) = (line for line in lines if line.startswith("  heartbeat_s=1.0 "))
-    assert line.endswith("how often peers send a heartbeat")
+    assert line.endswith("time between two heartbeats of a peer")
 
 
 def fault_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
