@@ -257,11 +257,15 @@ class ScriptedRuntime:
         self._enter(PAUSE)
 
     def unpause(self) -> None:
+        self._require_weights("unpause")
+        self._enter(UNPAUSE)
+
+    def _require_weights(self, what: str) -> None:
         if self._lacks_weights:
             raise EngineStateError(
-                "cannot unpause: the weights were discarded; commit a full update first"
+                f"cannot {what}: the weights were discarded, or an update of them was cut off; "
+                "commit a full update first"
             )
-        self._enter(UNPAUSE)
 
     def _enter(self, transition: Transition) -> None:
         with self._machine.command(transition) as must_run:
@@ -330,6 +334,7 @@ class ScriptedRuntime:
         )
 
     def set_generation_epoch(self, version: int) -> None:
+        self._require_weights("set the generation epoch")
         self.weights_version = next_version(self.weights_version, version)
         self.calls.append("set_generation_epoch")
 

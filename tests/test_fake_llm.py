@@ -77,6 +77,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "suspend weights": lambda llm: llm.suspend(release=("weights", "kv_cache")),
     "suspend nonsense": lambda llm: llm.suspend(release=("cache",)),
     "suspend and discard": lambda llm: llm.suspend(discard_weights=True),
+    "discard weights": lambda llm: llm.suspend(release=("weights",), discard_weights=True),
     "resume": lambda llm: llm.resume(),
     "resume nonsense": lambda llm: llm.resume(only="cache"),
     "resume weights": lambda llm: llm.resume(only="weights"),
@@ -101,6 +102,7 @@ WAYS = {
     "SUSPENDED": ["pause", "suspend"],
     "SUSPENDED without weights": ["pause", "suspend weights"],
     "SUSPENDED with weights alone": ["pause", "suspend weights", "resume weights"],
+    "PAUSED with weights discarded": ["pause", "discard weights", "resume"],
 }
 
 
@@ -113,6 +115,7 @@ def test_fake_llm_allows_and_refuses_what_llm_does(way: str, llm: LLM, fake: Fak
         assert outcome(fake, CALLS[name]) == outcome(llm, CALLS[name]), name
         for each in (llm, fake):  # back to RUNNING
             each.pause() if each.state.name == "RUNNING" else each.resume()
+            each.update_weights(weights(0))
             each.unpause()
 
 

@@ -403,7 +403,7 @@ class Engine(ControlledEngine):
         """Change the version of the served weights to `version`: a commit without tensors.
 
         Legal in PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the
-        current one.
+        current one, and EngineStateError while the weights' values are missing.
         """
         self._machine.require_legal(SET_GENERATION_EPOCH)
         with self._guard.change("set_generation_epoch"):
