@@ -24,7 +24,7 @@ ABSENT = (
 WITHOUT_EXTRAS = """
 import importlib, sys
 sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # importing one: ModuleNotFoundError
-import rollout, trainer_hooks
+import rollout.models, trainer_hooks
 from rollout.cli.main import main
 for package in (rollout, trainer_hooks):
     for name in package.__all__:
@@ -67,9 +67,8 @@ def extras() -> dict[str, str]:
 
 
 def test_llm_and_generate_run_without_extras_and_what_needs_one_names_it() -> None:
-    program = "import rollout.models\n" + WITHOUT_EXTRAS
     done = subprocess.run(
-        [sys.executable, "-c", program, ",".join(ABSENT), directory()],
+        [sys.executable, "-c", WITHOUT_EXTRAS, ",".join(ABSENT), directory()],
         cwd=ROOT,
         input='{"prompt": [1, 2, 3]}',
         capture_output=True,
@@ -128,5 +127,5 @@ def test_a_message_that_names_an_extra_names_packages_of_it() -> None:
                     named.add((extra, re.split("[<>=]", package)[0]))
     assert {extra for extra, _ in named} >= {"serve", "train", "hf", "wandb", "smollm2", "gpu"}
     for extra, package in sorted(named):
-        inherited = "".join(known[each] for each in ("hf",) if f"[{each}]" in known[extra])
+        inherited = known["hf"] if "[hf]" in known[extra] else ""
         assert f'"{package}' in known[extra] + inherited, (extra, package)
