@@ -61,7 +61,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     if reason := refusal(whole):
-        raise TypeError(f"when gathered, {reason}")
+        raise TypeError(f"the gathered tensor {reason}")
     return whole
 
 

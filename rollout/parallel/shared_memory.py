@@ -173,7 +173,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor is in the file: its first byte, dtype and shape."""
+    """Place of a tensor in a file: its first byte, dtype and shape."""
 
     start: int
     dtype: torch.dtype

@@ -184,7 +184,7 @@ def num_spmd_ranks(config: InferenceConfig) -> int:
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank sends the others before the start.
+    """The message that each rank sends the others before the start.
 
     `settings`: the config fields that all ranks must share, as text by name. `rendezvous` and
     `listener`: rank 0's addresses for collectives and for commands. `error`: the encoded error that

@@ -21,7 +21,7 @@ MAX_TENSORS = 2**18
 
 
 class TensorEntry(WireData, frozen=True, kw_only=True):
-    """Where a tensor is in the source's memory: `num_bytes` bytes from `offset`, row-major."""
+    """Place of a tensor in the source's memory: `num_bytes` bytes from `offset`, row-major."""
 
     dtype: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=16)]
@@ -50,7 +50,7 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Where and how engines fetch the weights of a push. The message does not contain the weights.
+    """The message that says where and how to fetch the weights of a push. It contains no weights.
 
     kind: name of the transport. address: the source's address in the form of that transport.
     manifest: the place of each tensor, packed by `pack_manifest`; empty for transports that store

@@ -37,8 +37,8 @@ Fingerprint = Sequence[int]  # (hash, number of non-finite values)
 
 
 class Origin(NamedTuple):
-    """Where the model's weight `weight` gets its values: from the update's tensor `tensor`, or from
-    a part of it. Both are names."""
+    """Source of the values of the model's weight `weight`: the update's tensor `tensor`, or a part
+    of it. Both are names."""
 
     weight: str
     tensor: str
