@@ -474,7 +474,7 @@ class ServedWeights:
         return sum(base.nbytes for base in self._bases.values())
 
     def release(self, *, discard: bool) -> int:
-        """Release the memory. First copy it to the host, unless `discard` or the values are missing.
+        """Release the memory. Copy it to the host first, unless `discard` or values are missing.
 
         With `discard`, `has_values` becomes False. Returns the bytes released; 0 if it was released
         before."""
