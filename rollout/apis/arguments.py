@@ -166,8 +166,8 @@ class Groups:
         return group_id
 
     def add_finished(self, request: DynamicInferenceRequest) -> None:
-        """Add a finished sample to its group. Ignores requests of no group, such as those that were
-        added to the engine directly."""
+        """Add a finished sample to its group. Ignores a request of no group, which was added to the
+        engine directly, or whose group was dropped."""
         group_id = self._group_of.pop(request.request_id, None)
         if group_id is None:
             return

@@ -99,7 +99,8 @@ class FleetProcesses:
         self.address = str(self._coordinator.started.result())
 
     def _await_start(self) -> None:
-        """Wait until all processes have started; log those that are late. Raises start errors."""
+        """Wait until all processes have started, and log the names of late ones. Raises the error
+        of a start that fails, or `lost`."""
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
         while waiting:
             starts = [process.started for process in waiting]

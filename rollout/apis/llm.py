@@ -279,8 +279,8 @@ class LLM(ControlCalls):
         """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
 
         If not `blocking`, returns once the server listens at `serving_address`. Signals end it only
-        if `blocking`, and in the main thread. An engine in this process then works in a
-        thread of its own and takes requests over HTTP only; control methods can still be called.
+        if `blocking`, and in the main thread. An engine in this process then works in a thread of
+        its own and takes requests over HTTP only; control methods can still be called.
         Raises ConfigError, and EngineStateError if the LLM serves already, or if an engine in this
         process is not RUNNING or has unfinished requests.
         """

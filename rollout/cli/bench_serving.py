@@ -69,8 +69,8 @@ class ServingLoad(BenchLoad):
 
 async def measure_serving(load: ServingLoad) -> Summary:
     """Send all requests, wait for the last one and return the measurements. A failed request is
-    counted, and its error is not raised. If `load` names no model, raises OSError if the server
-    cannot be reached, and RolloutError if it lists no model."""
+    counted, and its error is not raised. If `load` names no model, raises RolloutError if the
+    server cannot be reached or lists no model."""
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
         base_url=load.url,

@@ -71,7 +71,7 @@ def _run(words: list[str]) -> int:
         with extra_needed("serve", f"rollout {name}"):
             run = import_module(f"rollout.cli.{name}").run
     elif name in (others := _commands_of_packages()):
-        with extra_needed(name, f"rollout {name}"):  # named after the command
+        with extra_needed(name, f"rollout {name}"):  # the extra has the command's name
             run = others[name].load()
     else:
         known = [*COMMANDS, *others]

@@ -58,7 +58,7 @@ def is_fleet(values: Mapping[str, Any]) -> bool:
 
 
 def make_llm(values: Mapping[str, Any]) -> LLM:
-    """Return an LLM over an engine in this process, or over a fleet if `is_fleet` of its settings.
-    Raises UsageError without an existing model directory."""
+    """Return an LLM over an engine in this process, or over a fleet if `is_fleet(values)`. Raises
+    UsageError without an existing model directory."""
     model_of(values)
     return LLM(**values, use_coordinator=is_fleet(values))

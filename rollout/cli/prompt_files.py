@@ -78,9 +78,9 @@ def _of_json(text: str, where: str, apply_chat_template: Callable[[list[Any]], s
         ) from error
     given = [key for key in _PROMPT_KEYS if isinstance(row, dict) and row.get(key) is not None]
     if len(given) != 1:
-        found = f"keys {', '.join(map(repr, row))}" if isinstance(row, dict) else f"{row!r}"
+        found = f"has the keys {list(row)}" if isinstance(row, dict) else f"is {row!r}"
         raise UsageError(
-            f"{where} must be an object with one of {', '.join(_PROMPT_KEYS)}; it has {found[:100]}"
+            f"{where} must be an object with one of {', '.join(_PROMPT_KEYS)}; it {found[:100]}"
         )
     if (broken := lone_surrogate(row)) is not None:
         raise UsageError(

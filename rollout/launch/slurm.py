@@ -59,7 +59,7 @@ class SlurmLauncher:
             import submitit
         except ImportError as error:
             raise ConfigError(
-                f"SlurmLauncher needs submitit: pip install 'submitit>=1.5' (extra 'slurm'); "
+                "SlurmLauncher needs submitit: pip install 'submitit>=1.5' (extra 'slurm'); "
                 f"{error}"
             ) from error
         self._folder = PrivateFolder(folder)

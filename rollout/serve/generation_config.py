@@ -45,8 +45,8 @@ class SamplingDefaults:
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
     """Return the defaults that ServeConfig.generation_config names: neutral values for "vllm",
-    those of generation_config.json in `directory` for "auto". A file or directory (None) that is
-    absent gives neutral values. Raises ConfigError for a file with a value out of range."""
+    the values of generation_config.json in `directory` for "auto". A file or directory (None) that
+    is absent gives neutral values. Raises ConfigError for a file with a value out of range."""
     if generation_config == "vllm" or directory is None:
         return SamplingDefaults()
     config = read_optional_object(Path(directory) / _FILE)

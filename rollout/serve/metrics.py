@@ -155,7 +155,7 @@ def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a registry hashes its collectors
 class VllmFamilies(Collector):
-    """Metrics of each engine under vLLM's names, for clients and dashboards that read those.
+    """Metrics of each engine under vLLM's names, for clients and dashboards of vLLM.
 
     engines: counters of each engine, by rank. num_queued: requests that wait for an engine; each
     engine reports an equal part of them as waiting. sleeps: whether a sleep is in force, also one

@@ -125,13 +125,14 @@ def text_of(
 ) -> str:
     """Return the text of a finished request; "" if the LLM has no tokenizer. tokenizer: decodes
     the tokens in place of the LLM's tokenizer; None for the LLM's."""
-    has_tokens_to_show = with_special_tokens and state.llm.tokenizer is not None
-    if tokenizer is None and not has_tokens_to_show:
+    if tokenizer is None and with_special_tokens and state.llm.tokenizer is not None:
+        tokenizer = state.texts.verbatim
+    if tokenizer is None:
         return request.generated_text or ""
     params = request.sampling_params
     assert params is not None, "engines accept no request without parameters"
     return shown_text(
-        tokenizer or state.texts.verbatim,
+        tokenizer,
         request.generated_tokens,
         request.prompt_tokens,
         finish_reason=request.finish_reason,

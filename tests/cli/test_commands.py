@@ -168,6 +168,7 @@ def test_a_failed_request_has_its_error_and_the_exit_code_is_1(
         (['{"prompt": [1]}', "oops"], "stdin, line 2 is not JSON"),
         (['{"prompt": "ab"', '{"prompt": "cd"}'], "stdin, line 1 is not JSON"),
         (['{"question": 1}'], "line 1 must be an object with one of prompt,"),
+        (['{"question": 1}'], "messages; it has the keys ['question']"),
         (['{"messages": "hello"}'], "line 1: messages must be a list of objects"),
         (['{"messages": [{"role": "user"}]}'], "has no chat template"),
         (['{"prompt": ["a"]}'], "line 1: prompt must be text or a list of token ids"),

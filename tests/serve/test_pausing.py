@@ -1,4 +1,4 @@
-"""Pausing: a pause of mode WAIT begins when the last running request ends, whatever the time."""
+"""Pausing: a pause of mode WAIT lets running requests end, whatever other calls come meanwhile."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ class Server:
         task = asyncio.ensure_future(self.pausing.pause(mode))
         await self.settle()
         return task
+
+    async def end_samples(self) -> None:
+        for sample in self.samples:
+            sample.set_result(None)  # type: ignore[arg-type]
+        await self.settle()
 
     async def settle(self) -> None:
         for _ in range(_MANY):
@@ -90,9 +95,87 @@ def test_pause_of_mode_wait_goes_on_if_a_resume_is_followed_by_the_same_pause() 
             assert resume.done()
             assert (first.done(), second.done()) == (False, False)
             assert server.llm.llm.calls == []
-            for sample in server.samples:
-                sample.set_result(None)  # type: ignore[arg-type]
-            await server.settle()
+            await server.end_samples()
             assert (first.done(), second.done()) == (True, True)
+
+    with_stopped_clock(work())
+
+
+def test_running_requests_go_on_after_a_call_that_stops_engines_in_a_pause_of_mode_wait() -> None:
+    async def work() -> None:
+        server = Server()
+        with server.live.of("a", server.samples):
+            pause = await server.begin(PauseMode.WAIT)
+            await server.pausing.set_generation_epoch(1)
+            assert not pause.done()
+            assert server.llm.llm.calls == ["pause", "set_generation_epoch", "unpause"]
+            await server.end_samples()
+            assert (pause.done(), server.llm.llm.calls[3:]) == (True, ["pause"])
+            await server.pausing.set_generation_epoch(2)
+            assert server.llm.llm.calls[4:] == ["set_generation_epoch"]
+
+    with_stopped_clock(work())
+
+
+def test_pause_of_mode_wait_lets_requests_end_that_a_pause_of_mode_keep_has_stopped() -> None:
+    async def work() -> None:
+        server = Server()
+        with server.live.of("a", server.samples):
+            await server.pausing.pause(PauseMode.KEEP)
+            pause = await server.begin(PauseMode.WAIT)
+            assert (pause.done(), server.llm.llm.calls) == (False, ["pause", "unpause"])
+            await server.end_samples()
+            assert (pause.done(), server.llm.llm.calls[2:]) == (True, ["pause"])
+
+    with_stopped_clock(work())
+
+
+def test_pause_of_mode_wait_waits_for_requests_that_come_while_another_call_runs() -> None:
+    async def work() -> None:
+        server = Server()
+        has_stats = asyncio.Event()
+        stats = server.llm.stats
+
+        async def held_stats() -> Any:
+            await has_stats.wait()
+            return await stats()
+
+        server.llm.stats = held_stats
+        other = asyncio.ensure_future(server.pausing.drop_cached_kv())
+        first = await server.begin(PauseMode.WAIT)
+        resume = asyncio.ensure_future(server.pausing.resume())
+        await server.settle()
+        with server.live.of("a", server.samples):
+            second = await server.begin(PauseMode.WAIT)
+            has_stats.set()
+            await server.settle()
+            assert (other.done(), resume.done()) == (True, True)
+            assert (first.done(), second.done(), server.llm.llm.calls) == (False, False, [])
+            await server.end_samples()
+            assert (first.done(), second.done(), server.llm.llm.calls) == (True, True, ["pause"])
+
+    with_stopped_clock(work())
+
+
+def test_pause_of_mode_wait_ends_at_a_resume_while_it_lets_requests_go_on() -> None:
+    async def work() -> None:
+        server = Server()
+        may_unpause = asyncio.Event()
+        unpause = server.llm.unpause
+
+        async def held_unpause() -> None:
+            await may_unpause.wait()
+            await unpause()
+
+        server.llm.unpause = held_unpause
+        with server.live.of("a", server.samples):
+            await server.pausing.pause(PauseMode.KEEP)
+            pause = await server.begin(PauseMode.WAIT)
+            resume = asyncio.ensure_future(server.pausing.resume())
+            await server.settle()
+            may_unpause.set()
+            await server.settle()
+            assert (pause.done(), resume.done()) == (True, True)
+            assert server.llm.llm.calls == ["pause", "unpause"]
 
     with_stopped_clock(work())

@@ -1,8 +1,8 @@
 """Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
 
 Used by `core`, `clients` and `commands` of `rollout.coordinator.core`, and by
-`rollout.coordinator.coordinator` (CoordinatorState). Registry makes and ends
-EngineSessions, sets their timers and sends them messages through the outbox of the Context.
+`rollout.coordinator.coordinator` (CoordinatorState). Registry makes and ends EngineSessions, sets
+their timers and sends them messages through the outbox of the Context.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     DIR/allowed/NAME.key                               allow-list: a peer without a file is refused
     DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
 
-Whoever has a peer's folder can connect as that peer: protect it like a password. Used by
-the commands `rollout keys`, `coordinator`, `engine` and `top`, and by users' programs.
+Whoever has a peer's folder can connect as that peer: protect it like a password. Used by the
+commands `rollout keys`, `coordinator`, `engine` and `top`, and by users' programs.
 """
 
 from __future__ import annotations

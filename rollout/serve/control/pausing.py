@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from rollout.control.state import EngineState
 from rollout.engine.suspension import KV_CACHE, RESOURCES
@@ -52,6 +53,8 @@ class Pausing:
         self.mode: PauseMode | None = None
         self.is_asleep = False
         self._mode_changed = asyncio.Event()  # replaced by a new event at each change
+        # Whether the pause in force waits for requests, which engines must run to their end.
+        self._is_waiting = False
         # Number of weight updates when the weights were discarded; None: the engines have weights.
         self._discarded_at: int | None = None
 
@@ -87,10 +90,9 @@ class Pausing:
     async def pause(self, mode: PauseMode, *, refuses_new: bool = False) -> None:
         """Begin a pause, or change the mode of the pause in force. refuses_new: whether new
         requests are answered with 503 until it ends."""
-        if await self._begin_pause(mode, refuses_new):
-            async with self._lock:
-                if self.mode is mode:  # another call may have changed it
-                    await self._stop_for(mode)
+        async with self._begun_pause(mode, refuses_new) as is_in_force:
+            if is_in_force:
+                await self._stop_for(mode)
 
     async def resume(self) -> None:
         """End the pause. The engines run then, unless memory or weights are missing."""
@@ -134,9 +136,8 @@ class Pausing:
         releases none. Level 1 releases all and keeps the weights on the host. Level 2 discards
         them. Raises ApiError if another call ended or changed the pause before the engines
         stopped."""
-        is_begun = await self._begin_pause(mode, mode is not PauseMode.KEEP)
-        async with self._lock:
-            if not is_begun or self.mode is not mode:
+        async with self._begun_pause(mode, mode is not PauseMode.KEEP) as is_in_force:
+            if not is_in_force:
                 raise ApiError(409, "another pause or its end came before the engines slept")
             await self._stop_for(mode)
             if level:
@@ -170,24 +171,36 @@ class Pausing:
 
     # ---- beginning and end of a pause
 
-    async def _begin_pause(self, mode: PauseMode, refuses_new: bool) -> bool:
-        """Put a pause in force. In mode WAIT, wait until no request runs. Returns False if another
-        call has changed the pause meanwhile."""
+    @asynccontextmanager
+    async def _begun_pause(self, mode: PauseMode, refuses_new: bool) -> AsyncIterator[bool]:
+        """Put a pause in force, and hold the lock once it may stop the engines: in mode WAIT once
+        no request runs. Yields False if another call has changed the pause meanwhile."""
+        was_in_force = self.mode is not None
         self._set_mode(mode)
+        self._is_waiting = mode is PauseMode.WAIT
         if refuses_new:
             self._limiter.close(_REASON, f"generation is paused (mode {mode.value})")
         else:
             self._limiter.open(_REASON)
-        # A resume and another pause of this mode may both come before this call runs again.
-        while mode is PauseMode.WAIT and self.mode is mode and self._live.num_samples:
-            waits = [self._live.all_ended(), self._mode_changed.wait()]
-            tasks = [asyncio.ensure_future(wait) for wait in waits]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
-        return self.mode is mode
+        while True:
+            async with self._lock:
+                changed = self._mode_changed
+                if self.mode is not mode or not (self._is_waiting and self._live.num_samples):
+                    yield self.mode is mode
+                    return
+                if was_in_force:  # it may have stopped the requests that this one waits for
+                    await self._run()
+            await self._requests_ended(changed)
+
+    async def _requests_ended(self, mode_changed: asyncio.Event) -> None:
+        """Wait until no request runs or `mode_changed` is set."""
+        waits = [self._live.all_ended(), mode_changed.wait()]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _end_pause(self) -> None:
         self.is_asleep = False
@@ -210,6 +223,7 @@ class Pausing:
             await self._llm.pause()
 
     async def _stop_for(self, mode: PauseMode) -> None:
+        self._is_waiting = False
         await self._stop()
         if mode is PauseMode.ABORT:
             self._live.abort()
@@ -217,12 +231,14 @@ class Pausing:
             await self._drop_kv()
 
     async def _run(self) -> None:
-        """Let the engines run, unless a pause is in force, or memory or weights are missing."""
+        """Let the engines run, unless a pause is in force that does not wait for requests, or
+        memory or weights are missing."""
         stats = await self._llm.stats()
         is_running = stats.state is EngineState.RUNNING
         if is_running or stats.num_weight_updates != self._discarded_at:
             self._discarded_at = None
-        if self._discarded_at is None and self.mode is None and stats.state is EngineState.PAUSED:
+        may_run = self._discarded_at is None and (self.mode is None or self._is_waiting)
+        if may_run and stats.state is EngineState.PAUSED:
             await self._llm.unpause()
 
     async def _release(self, resources: Sequence[str], *, discards_weights: bool = False) -> None:
