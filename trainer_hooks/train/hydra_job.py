@@ -50,8 +50,9 @@ def run_hydra_job(
     `kind`: the dataclass of the whole config.
     `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
     `shows_config`: returns whether to print a loaded config.
-    `--multirun` calls `job` once per combination. A ConfigError, non-finite gradients, and a reward
-    function or environment that never succeeds raise SystemExit with their message.
+    `--multirun` calls `job` once per combination, and `--help` prints `override_help` instead. A
+    ConfigError, non-finite gradients, and a reward function or environment that never succeeds
+    raise SystemExit with their message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
