@@ -164,7 +164,7 @@ async def _rewards_or_nan(
 def _metrics_by_source(
     scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
 ) -> dict[str, float]:
-    """Return the metrics of all prompts, and those of each source as `<source>/<metric>`."""
+    """Return the metrics of all prompts, and of each source's prompts as `<source>/<metric>`."""
     metrics = _metrics(scored, pass_at, success_reward)
     sources = [each.item.columns.get("data_source") for each in scored]
     for source in dict.fromkeys(sources):

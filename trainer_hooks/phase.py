@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollout.config import KVCacheManagementMode
+from rollout.config import KVCacheManagementMode, as_enum
 from rollout.control.reports import ResumeReport, SuspendReport, WeightUpdateReport
 from rollout.control.state import EngineState
+from rollout.engine.suspension import check_resources
 from rollout.errors import ConfigError
 from trainer_hooks.weight_sync import NamedParameters
 
@@ -109,12 +110,14 @@ class GenerationPhase:
                 f"version={version} needs new weights; pass weight_sync and named_parameters too, "
                 "or leave version out"
             )
+        check_resources(release, discard=discard_weights)
         self._llm = llm
         self._push: tuple[PushesWeights, NamedParameters] | None = None
         if weight_sync is not None and named_parameters is not None:
             self._push = (weight_sync, named_parameters)
         self._version = version
-        self._mode, self._release, self._discard = mode, tuple(release), discard_weights
+        self._mode = None if mode is None else as_enum("mode", KVCacheManagementMode, mode)
+        self._release, self._discard = tuple(release), discard_weights
         self._seconds: dict[str, float] = {}
         self._reports: dict[str, Any] = {}
         self._generate_start_s = 0.0
@@ -271,7 +274,8 @@ def generation_phase(
             groups = llm.collect(num_groups=64)
 
     Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, if `version` is
-    given without them, and on entry for a plain `with` of an asynchronous LLM.
+    given without them, for an unknown mode or resource, for `discard_weights` without "weights" in
+    `release`, and on entry for a plain `with` of an asynchronous LLM.
     """
     return GenerationPhase(
         llm, weight_sync, named_parameters, version, mode, release, discard_weights

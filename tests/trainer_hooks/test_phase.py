@@ -220,6 +220,16 @@ def test_generation_phase_refuses_weight_sync_without_parameters() -> None:
         generation_phase(llm, version=3)
 
 
+def test_generation_phase_refuses_a_wrong_suspend_before_the_block() -> None:
+    llm = FakeLLM()
+    with pytest.raises(ConfigError, match="discard_weights=True needs 'weights'"):
+        generation_phase(llm, discard_weights=True)
+    with pytest.raises(ConfigError, match="release='weights' must be a tuple"):
+        generation_phase(llm, release="weights")
+    with pytest.raises(ConfigError, match="mode='discard'"):
+        generation_phase(llm, mode="discard")  # type: ignore[arg-type]
+
+
 def test_generation_phase_ends_with_the_requested_suspend() -> None:
     llm = FakeLLM(SUSPENDED)
     with generation_phase(llm, mode=KVCacheManagementMode.OFFLOAD, release=["weights"]):

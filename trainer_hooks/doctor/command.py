@@ -226,8 +226,8 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
 
 
 class BatchFiles:
-    """Saves one batch for each checkpoint of a run: the first batch of which the checkpoint's
-    weights sampled at least half, if there is one before the next checkpoint.
+    """Saves for each checkpoint of a run the first batch in which its weights sampled half of the
+    trained tokens or more, if there is such a batch before the next checkpoint.
 
     A file is named after the checkpoint's step, in the run's directory `batches`. The newest
     NUM_KEPT files are kept. `checkpoint_interval`: training steps between two checkpoints.

@@ -188,7 +188,7 @@ def engine_case(
 
 
 def trainer_case(engine: Case, logprobs_BT: Tensor, model: nn.Module) -> Case:
-    """Return the trainer's case: its own log-probs, with those of its weights as reference."""
+    """Return the trainer's case: its log-probs, and the log-probs of its weights as reference."""
     reference, tokens = engine.reference, engine.tokens
     return replace(
         engine,

@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 class EnvironmentFault(RolloutError):
     """An environment raised, took too long or was closed, or a turn's request failed.
 
-    `kind`: a name such as "step_error" or "reset_timeout", or that of a package's error class. It
-    becomes the rollout's `failure`.
+    `kind`: a name such as "step_error" or "reset_timeout", or the name of a package's error class.
+    It becomes the rollout's `failure`.
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -95,7 +95,7 @@ class ToolEnvironment(Environment):
         return Step(is_done=True)
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Return the results of the turn's calls as messages; without a call, that of `answer`."""
+        """Return the results of the turn's calls as messages; `answer(turn)` without a call."""
         if not turn.tool_calls:
             answer: Step | Awaitable[Step] = self.answer(turn)
             return answer

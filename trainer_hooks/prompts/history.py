@@ -144,7 +144,7 @@ class PromptHistories:
         return [[index, *astuple(history)] for index, history in histories.items()]
 
     def load(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Replace all histories by those of a `state`, as published."""
+        """Replace all histories by the histories of a `state`, as published."""
         self._last, self._pending, self._published = [], [], {}
         names = [field.name for field in fields(PromptHistory)]
         self._base = OrderedDict(

@@ -114,9 +114,9 @@ class PromptLedger:
         curriculum: Curriculum | None = None,
         max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that `as_rows` refuses, for a bad row among those of the
-        fingerprint, for `num_epochs` below 1, for a curriculum with shuffle=False, and for a
-        negative or infinite weight.
+        """Raises ConfigError for a source that `as_rows` refuses, for a bad row in the fingerprint,
+        for `num_epochs` below 1, for a curriculum with shuffle=False, and for a negative or
+        infinite weight.
         """
         self._rows = as_rows(source)
         if num_epochs is not None and num_epochs < 1:

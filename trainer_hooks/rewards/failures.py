@@ -54,7 +54,7 @@ class RemoteTraceback(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteTraceback:
-        """Return the traceback of `error`, with those of all its causes."""
+        """Return the traceback of `error`, with the tracebacks of all its causes."""
         return cls("".join(traceback.format_exception(error)), raised_at(error))
 
 

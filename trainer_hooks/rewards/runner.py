@@ -123,7 +123,7 @@ class RewardRunner:
         """Return the rewards as `score` does, or raise RewardFailed if all attempts failed.
 
         The last attempt's error is its cause. With `workers`, calls that wait when the runner is
-        closed raise RewardProcessesClosed, a RewardFailed. Other errors are those of `score`.
+        closed raise RewardProcessesClosed, a RewardFailed. Raises the other errors of `score`, too.
         """
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         watch = partial(self._slow.watch, prompts, completions)

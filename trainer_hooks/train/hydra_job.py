@@ -30,7 +30,7 @@ from trainer_hooks.train.config_loading import (
     load_dataclass,
     unknown_key_error,
 )
-from trainer_hooks.train.override_help import override_help
+from trainer_hooks.train.override_help import is_override, override_help
 from trainer_hooks.update.guarded_step import NonFiniteGradientError
 
 # Errors that end a job with their message alone; for others Hydra prints a traceback.
@@ -50,8 +50,9 @@ def run_hydra_job(
     `kind`: the dataclass of the whole config.
     `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
     `shows_config`: returns whether to print a loaded config.
-    `--multirun` calls `job` once per combination. A ConfigError, non-finite gradients, and a reward
-    function or environment that never succeeds raise SystemExit with their message.
+    `--multirun` calls `job` once per combination, and `--help` prints `override_help` instead. A
+    ConfigError, non-finite gradients, and a reward function or environment that never succeeds
+    raise SystemExit with their message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -66,7 +67,7 @@ def run_hydra_job(
     entry = hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)
     try:
         # Hydra's parser refuses overrides on both sides of a flag.
-        sys.argv[1:] = sorted(checked_overrides(sys.argv[1:], kind), key=_is_override)
+        sys.argv[1:] = sorted(checked_overrides(sys.argv[1:], kind), key=is_override)
         if not {"--help", "-h"}.isdisjoint(sys.argv):
             text = override_help(kind, Path(config_path), config_name, sys.argv[1:])
             Console().print(text, markup=False, highlight=False, soft_wrap=True)
@@ -74,10 +75,6 @@ def run_hydra_job(
         entry(compose_and_call)()
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-
-
-def _is_override(argument: str) -> bool:
-    return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
 
 
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:

@@ -59,8 +59,9 @@ def override_help(kind: type, directory: Path, config_name: str, arguments: Sequ
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--config-name", "-cn", default=config_name)
     parser.add_argument("--config-dir", "-cd", type=Path)
+    parser.add_argument("--cfg", "-c")  # no effect on the help
     given, others = parser.parse_known_args(list(arguments))
-    overrides = [argument for argument in others if not argument.startswith("-")]
+    overrides = [argument for argument in others if is_override(argument)]
     with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
         loader: Any = GlobalHydra.instance().config_loader()
         if given.config_dir is not None:
@@ -72,6 +73,11 @@ def override_help(kind: type, directory: Path, config_name: str, arguments: Sequ
             raise ConfigError(str(error)) from error
 
 
+def is_override(argument: str) -> bool:
+    """Return whether Hydra's parser takes an argument as an override: KEY=VALUE or ~KEY."""
+    return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
+
+
 def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -> Iterator[str]:
     # Only a multirun may leave a group without a choice, as train.yaml leaves `data`.
     composed = loader.compute_defaults_list(config_name, list(overrides), RunMode.MULTIRUN)
@@ -79,20 +85,23 @@ def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -
     for part in composed.defaults:
         if not part.config_path.startswith("hydra/"):
             values = OmegaConf.to_container(loader.repository.load_config(part.config_path).config)
-            for key, value in _leaves(values, part.package or ""):
-                written[key] = Setting(value, f"{part.config_path}.yaml")
+            _write(written, part.package or "", values, f"{part.config_path}.yaml")
+    groups = [group for group in loader.list_groups("") if group != "hydra"]
     for override in OverridesParser.create().parse_overrides(list(overrides)):
-        if "." in (key := override.key_or_group):
-            written[key] = Setting(override.value(), "command line")
+        if override.is_delete():
+            _delete(written, override.key_or_group)
+        elif override.key_or_group not in groups:
+            _, _, text = (override.input_line or "").partition("=")
+            value = text if override.is_sweep_override() else override.value()
+            _write(written, override.key_or_group, value, "command line")
     entries = [name for name in loader.get_group_options("") if name not in _NO_ENTRIES]
     yield _USAGE.format(entries=", ".join(entries))
     yield f"groups of {config_name}, GROUP=OPTION:"
-    for group in loader.list_groups(""):
-        if group != "hydra":
-            chosen = composed.overrides.known_choices.get(group)
-            others = [name for name in loader.get_group_options(group) if name != chosen]
-            given = f"{group}={'' if chosen == _LEFT_OPEN else chosen}"
-            yield f"  {given:<26} or {', '.join(others)}"
+    for group in groups:
+        chosen = composed.overrides.known_choices.get(group)
+        others = [name for name in loader.get_group_options(group) if name != chosen]
+        given = f"{group}={'' if chosen == _LEFT_OPEN else chosen}"
+        yield f"  {given:<26} or {', '.join(others)}"
     yield f"\nkeys of {config_name}, KEY=VALUE, and where the value comes from:"
     for key, choices, setting in _settings(kind, written, ""):
         shown = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
@@ -104,13 +113,21 @@ def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -
         yield f"  {given:<58} {source}{f': {choices}' if choices else ''}"
 
 
-def _leaves(values: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of everything in `values` that is not a mapping."""
-    if isinstance(values, Mapping) and values:
-        for name, value in values.items():
-            yield from _leaves(value, f"{path}.{name}" if path else str(name))
-    elif path and path != "hydra" and not path.startswith("hydra."):
-        yield path, values
+def _write(written: dict[str, Setting], key: str, value: Any, source: str) -> None:
+    """Merge `value` into `written` at the dotted key: a mapping entry by entry."""
+    if isinstance(value, Mapping) and value:
+        for name, own in value.items():
+            _write(written, f"{key}.{name}" if key else str(name), own, source)
+    else:
+        if not isinstance(value, Mapping):
+            _delete(written, key)
+        written[key] = Setting(value, source)
+
+
+def _delete(written: dict[str, Setting], key: str) -> None:
+    """Delete the value at the dotted key and the values below it."""
+    for name in [name for name in written if f"{name}.".startswith(f"{key}.")]:
+        del written[name]
 
 
 def _settings(

@@ -307,15 +307,15 @@ class ProducerSettings(Settings):
     `order`: `admission` delivers batches in the order in which they began, `ready` makes a batch of
     finished groups. In ready order, a prompt whose rollouts grow too old is sampled again, up to
     `max_reissues` times; then the producer waits for it.
-    `oversample_groups`: number of extra groups to begin; the last ones to finish are aborted. None
-    begins a quarter of a batch in ready order, else 0.
+    `oversample_groups`: number of extra groups to begin. In admission order the last ones to finish
+    are aborted. None begins a quarter of a batch in ready order, else 0.
     `drop_zero_variance`: True replaces groups whose rewards are all equal. `group_filters`: replace
     groups for which one of these functions returns a reason. More than `max_refills`
     replacements for a batch are an error; None allows ten times its groups.
     `curriculum`: draws prompts by weights from their PromptHistory.
     `min_valid_samples`: a group with fewer rewards is generated again, with at most `max_attempts`
     attempts in all.
-    `version_timeout_s`: how long a request for a batch waits for the weights version it needs.
+    `version_timeout_s`: seconds that a request for a batch waits for the weights version it needs.
     `num_epochs`: number of passes over the prompts; None never ends.
     """
 

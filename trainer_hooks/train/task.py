@@ -92,7 +92,7 @@ class Task:
         max_sequence_length: int | None = None,
         answer_column: str | None = None,
     ) -> None:
-        """`warmup_source`: prompts of a warm-up; None takes those of `data`.
+        """`warmup_source`: prompts of a warm-up; None takes the prompts of `data`.
         `max_sequence_length`: the engine's, if known; it bounds prompts and episodes.
         `answer_column`: the column that a warm-up learns; None without a warm-up.
 
@@ -208,7 +208,7 @@ class Task:
     ) -> list[dict[str, str]]:
         """Return the "prompt" and greedy "answer" of each of the first `count` held-out prompts.
 
-        The "prompt" of a chat is the text of its last message, and that of token ids is their list.
+        The "prompt" of a chat is the text of its last message; token ids are shown as a list.
         """
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []

@@ -79,6 +79,23 @@ def test_train_help_shows_overrides_and_own_configs(tmp_path: Path) -> None:
     )
     assert found["seed"] == ("7", "mine.yaml")
     assert found["trainer.num_steps"] == ("3", "command line")
+    found = keys_of(help_of("++seed=8", "++trainer.num_steps=3,4", "algorithm=ppo,grpo"))
+    assert found["seed"] == ("8", "command line")
+    assert found["trainer.num_steps"] == ("3,4", "command line")
+
+
+def test_train_help_forgets_the_values_that_an_override_replaces() -> None:
+    found = keys_of(help_of("algorithm=ppo", "++algorithm.critic=null", "~trainer.num_steps"))
+    assert found["algorithm.critic"] == ("null", "command line")
+    assert found["algorithm.critic.gamma"] == ("", "required")
+    assert found["trainer.num_steps"] == ("", "required")
+    found = keys_of(help_of("++reward.terms={a: {weight: 2.0}}"))
+    assert found["reward.terms.a.weight"] == ("2.0", "command line")
+
+
+@pytest.mark.parametrize("option", ["--cfg", "-c"])
+def test_train_help_ignores_cfg(option: str) -> None:
+    assert help_of(option, "job") == help_of()
 
 
 @pytest.mark.parametrize("arguments", [("--config-name", "dmeo"), ("data=digit",)])

@@ -47,16 +47,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def install(wheel: Path, environment: Path) -> Path:
-    """Make a virtual environment with the wheel and this one's other packages; return its folder
-    of packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    (site,) = environment.glob("lib/python*/site-packages")
-    zipfile.ZipFile(wheel).extractall(site)
-    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch and the rest
-    return site
-
-
 def test_the_wheel_installs_conf_inside_trainer_hooks_and_no_examples(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     folders = {name.partition("/")[0] for name in names}
@@ -115,7 +105,10 @@ def test_rollout_train_of_the_wheel_runs_the_demo_for_three_steps(
     wheel: Path, tmp_path: Path
 ) -> None:
     environment = tmp_path / "environment"
-    install(wheel, environment)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # torch and the rest
     command = "import sys; from rollout.cli.main import main; sys.exit(main())"
     words = [f"{name}={value}" for name, value in (TINY | {"trainer.num_steps": 3}).items()]
     done = subprocess.run(
