@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing done before them.
 #   make demo [SEEDS=3]   SmolLM2-135M-Instruct learns to reverse lists of words, in minutes on two cores:
 #                         rollout train --config-name smollm with seed 0, or with seeds 0..SEEDS-1
-#   make demo-tiny        a random model of 0.6M parameters learns palindromes: --config-name demo; SEEDS=3
+#   make demo-tiny        the same with a random model of 0.6M parameters on palindromes: --config-name demo
 #   make test             what every change must pass, within fifteen minutes on two slow cores
 #                         (ROLLOUT_TEST_SEED=N: again with the seed that a run has printed)
 #   make quick            the tests of what has changed since main, or of

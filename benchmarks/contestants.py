@@ -183,8 +183,8 @@ def transformers_contestants(model: Any, workload: Workload) -> list[Transformer
 
 @torch.inference_mode()
 def largest_logprob_error(model: Any, workload: Workload, generated: Generated) -> float:
-    """Return the largest difference between a generated token's log-prob and that of a full forward
-    pass of the transformers model."""
+    """Return the largest difference between a generated token's log-prob and the log-prob that a
+    full forward pass of the transformers model gives the token."""
     assert generated.logprobs is not None
     prompts = [p for p in workload.prompts for _ in range(workload.num_samples)]
     worst = 0.0

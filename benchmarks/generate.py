@@ -12,7 +12,6 @@ machine. CPU time is measured, so other work on the machine disturbs little. `be
 from __future__ import annotations
 
 import argparse
-import datetime
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +22,9 @@ from rich.progress import Progress, TaskID
 
 from benchmarks.contestants import RolloutEngine, largest_logprob_error, transformers_contestants
 from benchmarks.floor import MatmulFloor, StepCost, StepTrace, decode_step_cost, total_seconds
-from benchmarks.machine import describe
 from benchmarks.models import MODELS, num_parameters, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import progress_bar, publish, results_parser
+from benchmarks.pages import dated, progress_bar, publish, results_parser
 from benchmarks.report import ContestResult, Results, as_json, as_markdown
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Workload, workloads
@@ -68,8 +66,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
             error = logprob_error(model, ours, chosen["W1"])
         steps = _decode_steps(llm, floor, spec.vocab_size, progress)
     return Results(
-        date=datetime.date.today().isoformat(),
-        machine=describe(config),
+        **dated(config),
         model=model_name,
         num_parameters=num_parameters(spec),
         contests=contests,

@@ -12,7 +12,6 @@ does.
 from __future__ import annotations
 
 import argparse
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +19,9 @@ from rich.console import Console
 
 from benchmarks.contestants import RolloutEngine, TransformersGenerate
 from benchmarks.generate import logprob_error, measure_and_publish
-from benchmarks.machine import describe
 from benchmarks.models import MOE64, SMALL_MOE, transformers_model
 from benchmarks.one_thread import restart_with_one_thread
-from benchmarks.pages import results_parser
+from benchmarks.pages import dated, results_parser
 from benchmarks.report import ContestResult, Results
 from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Generated, Workload, workloads
@@ -70,8 +68,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
             console.print(f"round {number}: ratio {contest.rounds[-1].ratio:.2f}")
         error = logprob_error(model, ours, workload)
     return Results(
-        date=datetime.date.today().isoformat(),
-        machine=describe(config),
+        **dated(config),
         model="moe-small" if arguments.small else "moe64",
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         contests=[ContestResult(contest=contest)],

@@ -136,7 +136,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the page and write both files. Returns the content of the JSON file."""
     parser = results_parser(__doc__, rounds=5, small="few short rollouts, one round")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a micro-batch")
+    parser.add_argument("--max-tokens", type=int, default=1024, help="most tokens of a micro-batch")
     arguments = parser.parse_args(argv)
     num_rollouts, limit = (8, 32) if arguments.small else (64, LIMIT)
     num_rounds = 1 if arguments.small else arguments.rounds

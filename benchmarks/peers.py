@@ -19,7 +19,6 @@ later run on the same day replaces only the rounds of the peers and workloads th
 from __future__ import annotations
 
 import argparse
-import datetime
 import signal
 import sys
 from collections.abc import Sequence
@@ -41,9 +40,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from benchmarks.machine import describe
 from benchmarks.models import num_parameters
-from benchmarks.pages import at_least_one, page_path, results_parser, write_page
+from benchmarks.pages import at_least_one, dated, page_path, results_parser, write_page
 from benchmarks.peers_environments import PEERS, Entry, entries, in_groups
 from benchmarks.peers_models import MODELS, model_directory
 from benchmarks.peers_process import PeerError
@@ -180,8 +178,7 @@ def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Co
     played = {name for result in tournament.results.values() for name in result.peers}
     peers = [entry for group in line.groups for entry in group]
     return Comparison(
-        date=datetime.date.today().isoformat(),
-        machine=describe(InferenceConfig(num_threads=line.num_threads, dtype=line.dtype)),
+        **dated(InferenceConfig(num_threads=line.num_threads, dtype=line.dtype)),
         model=line.model,
         num_parameters=line.num_parameters,
         dtype=line.dtype,

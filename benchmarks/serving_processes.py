@@ -26,8 +26,8 @@ _VLLM_PORT = 8731
 
 
 class ServerProcess:
-    """A context manager that runs a server. The end of the block terminates the server, and kills
-    its process group if it still runs after 60 s."""
+    """A context manager that runs a server. The end of the block terminates the server, waits up to
+    60 s, and kills what is left of its process group."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""

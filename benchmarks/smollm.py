@@ -1,6 +1,6 @@
 """Trains SmolLM2 by GRPO on two tasks, each with several seeds, and compares ways to train.
 
-    python -m benchmarks.smollm                          # all runs, three minutes each on two cores
+    python -m benchmarks.smollm                          # all runs, minutes each on two cores
     python -m benchmarks.smollm --kinds reversal --seeds 1
     python -m benchmarks.smollm --directory DIR          # only the runs that DIR lacks
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.progress import track
 
+from benchmarks.pages import at_least_one, table_row
 from trainer_hooks.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -111,19 +112,17 @@ def tables(runs: Sequence[Run]) -> str:
     for run in runs:
         (_, before), *_, (_, after) = sorted(run.exact.items())
         cost = run.cost
-        lines.append(
-            f"| {run.kind.replace('_', ' ')} | {run.seed} | {before:.0%} | {after:.0%} "
-            f"| {cost.wall_s / 60:.1f} | {cost.cpu_s / 60:.1f} | {cost.peak_mib / 1024:.1f} |"
-        )
-    lines += ["", f"| run | {' | '.join(PARTS)} |", f"|---|{'---:|' * len(PARTS)}"]
+        cells = [run.kind.replace("_", " "), str(run.seed), f"{before:.0%}", f"{after:.0%}"]
+        figures = (cost.wall_s / 60, cost.cpu_s / 60, cost.peak_mib / 1024)
+        lines.append(table_row([*cells, *(f"{figure:.1f}" for figure in figures)]))
+    lines += ["", table_row(["run", *PARTS]), f"|---|{'---:|' * len(PARTS)}"]
     by_kind: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PARTS, 0.0))
     for run in runs:
         for part, seconds in run.parts_s.items():
             by_kind[run.kind][part] += seconds
     for kind, parts in by_kind.items():
-        total = sum(parts.values())
-        shares = " | ".join(f"{seconds / total:.0%}" for seconds in parts.values())
-        lines.append(f"| {kind.replace('_', ' ')} | {shares} |")
+        shares = [f"{seconds / sum(parts.values()):.0%}" for seconds in parts.values()]
+        lines.append(table_row([kind.replace("_", " "), *shares]))
     return "\n".join(lines)
 
 
@@ -135,11 +134,10 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = [task for task in TITLES if any(run.kind == task for run in runs)]
     figure, axes_of = pyplot.subplots(
-        1, len(tasks), figsize=(9, 3.2), sharey=True, squeeze=False, layout="constrained"
+        1, len(TITLES), figsize=(9, 3.2), sharey=True, layout="constrained"
     )
-    for axes, task in zip(axes_of[0], tasks, strict=True):
+    for axes, (task, title) in zip(axes_of, TITLES.items(), strict=True):
         for run in runs:
             is_control = run.kind == "shuffled_rewards" and task == "reversal"
             if run.kind == task or is_control:
@@ -148,21 +146,21 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 if is_control:
                     style |= {"color": "gray", "linestyle": "--"}
                 axes.plot(*zip(*sorted(run.exact.items()), strict=True), label=label, **style)
-        axes.set(title=TITLES[task], xlabel="step", ylim=(0, 1))
+        axes.set(title=title, xlabel="step", ylim=(0, 1))
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, loc="center right")
-    axes_of[0][0].set_ylabel("exact greedy answers, 200 held-out")
+    axes_of[0].set_ylabel("exact greedy answers, 200 held-out")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Make the missing runs and print the tables. Draw the plot if both tasks were run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    parser.add_argument("--seeds", type=int, default=3, help="of reversal and digits")
-    arguments = parser.parse_args()
+    parser.add_argument("--seeds", type=at_least_one, default=3, help="for reversal and digits")
+    arguments = parser.parse_args(argv)
     directory = arguments.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     wanted = [
@@ -172,7 +170,8 @@ def main() -> None:
     ]
     runs = [run_of(kind, seed, directory) for kind, seed in track(wanted, "runs")]
     print(tables(runs))
-    draw(runs, PLOT)
+    if {run.kind for run in runs} >= set(TITLES):
+        draw(runs, PLOT)
 
 
 if __name__ == "__main__":

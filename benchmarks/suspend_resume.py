@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = results_parser(__doc__, small="a tiny model and pool, two repeats")
     parser.add_argument("--repeats", type=at_least_one, default=20)
     parser.add_argument("--pool-mib", type=int, default=512)
-    parser.add_argument("--updates", type=int, default=10, help="in flight, in each kind of engine")
+    parser.add_argument("--updates", type=int, default=10, help="in-flight updates in each engine")
     parser.add_argument("--plot", type=Path, default=PLOT)
     arguments = parser.parse_args(argv)
     if arguments.small:

@@ -39,9 +39,12 @@ OTHERS: dict[str, list[str]] = {
     "rollout/testing.py": ["tests/test_fake_llm.py"],
     "rollout/tool_calls": ["tests/serve/test_tool_calls.py"],
     "rollout/wire.py": ["tests/coordinator/protocol"],
-    "README.md": ["tests/test_readme.py"],
-    "docs": ["tests/test_docs_site.py", "tests/test_snippets.py"],
-    "pyproject.toml": ["tests/architecture/test_environment.py"],
+    "README.md": ["tests/test_docs_names.py", "tests/test_readme.py"],
+    "docs": [
+        *("tests/test_docs_names.py", "tests/test_docs_site.py"),
+        *("tests/test_readme.py", "tests/test_snippets.py"),
+    ],
+    "pyproject.toml": ["tests/architecture/test_environment.py", "tests/test_extras.py"],
     "trainer_hooks": ["tests/trainer_hooks"],
     "trainer_hooks/prompts": [
         *("tests/trainer_hooks/test_prompt_checks.py", "tests/trainer_hooks/test_prompt_ledger.py"),

@@ -59,7 +59,8 @@ def build(target: Path) -> Path:
         try:
             libraries = [*build_bundled(tree / FOLDER.relative_to(ROOT), compiler)]
         except subprocess.CalledProcessError as error:
-            raise SystemExit(f"{compiler} failed; GCC 11 is needed\n{error.stderr}") from error
+            needed = "GCC 11 or Clang 12 is needed"
+            raise SystemExit(f"{compiler} failed; {needed}\n{error.stderr}") from error
         return _build_wheel(tree, platform_tag(libraries), target)
 
 

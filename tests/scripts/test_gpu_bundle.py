@@ -159,6 +159,6 @@ def test_the_tree_and_the_bundle_are_counted_and_what_git_ignores_is_not(tmp_pat
     assert bytes_that_travel(tmp_path) == len(".gpu/\n*.log\n") + 20 + 1000 + 5000
 
 
-def test_every_walk_that_runs_on_a_device_is_recorded() -> None:
+def test_scenarios_that_run_on_a_device_are_recorded() -> None:
     names = {Path(path).name for path in scenarios(ROOT / "tests")}
     assert {"test_on_a_device.py", "test_device_sharing.py"} <= names

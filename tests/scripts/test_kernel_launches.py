@@ -155,7 +155,7 @@ IS_OF_THE_BUNDLE = triton.__version__ == pinned_versions(
 @pytest.mark.skipif(
     not (IS_OF_THE_BUNDLE and TRITON.is_dir()), reason="needs `make gpu-bundle` and its Triton"
 )
-def test_the_bundle_has_every_kernel_that_walks_and_the_benchmark_launch(tmp_path: Path) -> None:
+def test_the_bundle_has_the_kernels_that_scenarios_and_the_benchmark_launch(tmp_path: Path) -> None:
     launches = tmp_path / "launches"
     assert record(launches, ("scenarios", "benchmark")) == []
     assert missing_kernels(launches, TRITON) == []
