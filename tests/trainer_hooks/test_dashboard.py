@@ -248,10 +248,10 @@ def test_dashboard_stage_shows_progress_of_the_next_batch_and_time_left() -> Non
     now = [100.0]
     dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
     dashboard.start_stage("GRPO", 20)
-    dashboard.show({"trainer/step": 11})  # a resumed run's first step
-    dashboard.show({"trainer/step": 12, "reward": 0.5})
+    for step in (11, 12):  # a resumed run's first steps
+        now[0] += 65.0
+        dashboard.show({"trainer/step": step, "reward": 0.5})
     dashboard.show_progress(312, 512, "train")
-    now[0] += 130.0
     shown = text_of(dashboard)
     assert "312 of 512 rollouts" in shown
     assert "training" in shown

@@ -7,11 +7,13 @@ dashboard where there is no terminal. It prints to a rich Console.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollout.extras import extra_needed
 from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.metrics.figures import STEP_S, WINDOW_STEPS, step_seconds
 from trainer_hooks.metrics.stage_clock import StageClock
 
 if TYPE_CHECKING:
@@ -55,12 +57,14 @@ class ProgressView:
         self._step_name = TRAINER_STEP
         self._last_step: int | None = None
         self._latest: dict[str, Any] = {}
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS)
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
         """End the bar, if any, and begin one of `num_steps` that follows the metric `step_name`."""
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
+        self._recent.clear()
         self._stage_clock.start(num_steps)
         if not self._console.is_terminal:
             return
@@ -93,7 +97,9 @@ class ProgressView:
         )
         step = metrics.get(self._step_name)
         if step:
-            self._stage_clock.reach(step)
+            if STEP_S in metrics:
+                self._recent.append(metrics)
+            self._stage_clock.reach(step, step_seconds(self._recent))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, values=values)
         elif step is not None and step != self._last_step and self._is_due(step):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,6 +27,13 @@ from rollout.control.reports import EngineStats, stats_by_engine
 from trainer_hooks.metrics import TimeAccount
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
+from trainer_hooks.metrics.figures import (
+    NUM_HELD_OUT,
+    STEP_S,
+    WINDOW_STEPS,
+    of_prompts,
+    step_seconds,
+)
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.stage_clock import StageClock
 from trainer_hooks.producer import AsyncRolloutProducer
@@ -52,6 +60,7 @@ RATES = {
 PLAIN_COLUMNS = {
     **DEFAULT_COLUMNS,
     "eval/greedy_reward": "held out {:.3f}",
+    "eval/num_prompts": "(n={:,.0f})",
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
@@ -91,7 +100,8 @@ class Dashboard:
         self._title, self._num_steps, self._step_name = title, num_steps, TRAINER_STEP
         self._latest: dict[str, Any] = {}
         self._rewards: list[float] = []
-        self._held_out: float | None = None
+        self._held_out: str | None = None
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS)
         self._engines: dict[str, EngineStats] = {}
         self._samples: list[Sample] = []
         self._progress: tuple[int, int] | None = None
@@ -119,22 +129,24 @@ class Dashboard:
         self._latest.update(metrics)
         if self._progress is not None:  # the next batch is counted from here on
             self._progress = (0, self._progress[1])
+        self.recall([metrics])
         step = metrics.get(self._step_name)
         if step:
-            self._stage_clock.reach(step)
-        self.recall([metrics])
+            self._stage_clock.reach(step, step_seconds(self._recent))
         self._refresh()
         if not self._console.is_terminal:
             self._plain.show(metrics)
 
     def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rewards of rows, such as those before a resume, to the curve."""
+        """Add rows, such as those before a resume, to the curve and to the time of a step."""
+        self._recent.extend(row for row in rows if STEP_S in row)
         for row in rows:
             reward = row.get("reward")
             if reward is not None and math.isfinite(reward):  # at least one rollout has a reward
                 self._rewards.append(reward)
             if row.get("eval/greedy_reward") is not None:
-                self._held_out = row["eval/greedy_reward"]
+                num = of_prompts(row.get(NUM_HELD_OUT))
+                self._held_out = f"held out {row['eval/greedy_reward']:.3f}{num}"
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
@@ -194,7 +206,8 @@ class Dashboard:
         is_short = height is not None and height < _SHORT_LINES
         parts = [self._headline(width), self._top_row(width, 3 if is_short else 6)]
         if shares := self._with_prefix("timing_share/"):
-            seconds = self._value("timing_s/step", ": {:.2f} s")
+            step_s = step_seconds(self._recent)
+            seconds = "" if step_s is None else f": {step_s:.2f} s"
             bar = share_bar(shares, width - _FRAME_WIDTH)
             parts.append(_panel(f"time of a step{seconds}", bar))
         num_engines = None if height is None else max(height // 6, 1)
@@ -263,7 +276,7 @@ class Dashboard:
         chart = Text("\n".join(lines), style="green", no_wrap=True, overflow="crop")
         latest = f"now {self._rewards[-1]:.3f}   best {max(self._rewards):.3f}"
         if self._held_out is not None:
-            latest += f"   held out {self._held_out:.3f}"
+            latest += f"   {self._held_out}"
         return Group(chart, Text(latest, style="bold"), shown_rates)
 
     def _staleness(self, num_lines: int) -> RenderableType:

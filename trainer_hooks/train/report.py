@@ -17,6 +17,15 @@ from typing import Any, TypeVar
 
 from rollout.errors import ConfigError
 from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.metrics.figures import (
+    held_out_reward,
+    of_prompts,
+    sampled_reward,
+    step_seconds,
+    tokens_per_s,
+    total_seconds,
+    training_steps,
+)
 from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
 from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
 from trainer_hooks.metrics.stage_clock import minutes
@@ -30,7 +39,6 @@ from trainer_hooks.train.samples import (
     versions_text,
     visible,
 )
-from trainer_hooks.train.summary import WINDOW_STEPS
 from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
 
 T = TypeVar("T")
@@ -163,21 +171,21 @@ def _anchor(name: str) -> str:
 
 def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
     cells = {}
-    if steps:
-        num_steps = max(min(WINDOW_STEPS, len(steps) // 2), 1)
-        first, last = steps[:num_steps], steps[-num_steps:]
-        seconds = sum(row.get("timing_s/step") or 0.0 for row in steps)
-        tokens = sum(row.get("completions/num_tokens") or 0 for row in steps)
-        rewards = (fmean(row["reward"] for row in part) for part in (first, last))
+    all_steps = training_steps(rows)
+    if (sampled := sampled_reward(all_steps)) is not None:
+        tokens = sum(row.get("completions/num_tokens") or 0 for row in all_steps)
         cells = {
-            "steps": f"{steps[-1].get(TRAINER_STEP, len(steps)):,}",
-            f"reward, first and last {num_steps} steps, means": _arrow(rewards),
-            "time": minutes(seconds),
+            "steps": f"{all_steps[-1].get(TRAINER_STEP, len(all_steps)):,}",
+            f"reward, first and last {sampled.num} steps, means": str(sampled),
+            "time": minutes(total_seconds(all_steps)),
             "tokens generated": f"{tokens:,.0f}",
         }
-    held_out = [v for row in rows if (v := row.get("eval/greedy_reward")) is not None]
-    if held_out:
-        cells["held-out reward, greedy"] = _arrow(dict.fromkeys([held_out[0], held_out[-1]]))
+    if (rate := tokens_per_s(all_steps)) is not None:
+        cells["tokens per second"] = f"{rate:,.0f}"
+    if (step_s := step_seconds(all_steps)) is not None:
+        cells["time of a step, mean of the last ones"] = f"{step_s:,.2f} s"
+    if (held_out := held_out_reward(rows)) is not None:
+        cells[f"held-out reward, greedy{of_prompts(held_out.num)}"] = str(held_out)
     shares = {
         "tokens older than the weights they train": "policy_staleness/stale_fraction",
         "rollouts that failed": "failed_fraction",
@@ -189,10 +197,6 @@ def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[st
     text = "" if steps else '<p class="note">No training step is in the metrics.</p>'
     lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells.items())
     return text + (f"<table>{lines}</table>" if lines else "")
-
-
-def _arrow(values: Any) -> str:
-    return " → ".join(f"{value:.3f}" for value in values)
 
 
 # ---- charts

@@ -1,7 +1,6 @@
 """The summary of a finished run, computed from its metrics.jsonl alone, and its tables.
 
-Used by `trainer_hooks.train.main` at the end of each run; `trainer_hooks.train.report` uses
-WINDOW_STEPS. Pure functions.
+Used by `trainer_hooks.train.main` at the end of each run. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,15 +14,25 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-WINDOW_STEPS = 10  # at both ends of a run, over which its reward is a mean
+from trainer_hooks.metrics.figures import (
+    held_out_reward,
+    sampled_reward,
+    step_seconds,
+    tokens_per_s,
+    total_seconds,
+    training_steps,
+)
+
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
+def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Return the figures of a finished run by name, from all its metric rows.
 
-    Rewards are means, NaN if no rollout has one. `first` and `last` cover the first and last
-    WINDOW_STEPS steps.
+    Figures that more than one place shows are those of `trainer_hooks.metrics.figures`: rewards and
+    gains (`sampled_reward`, `held_out_reward`), `tokens_per_s` over all steps, `step_s`
+    (`step_seconds`) and `training_s`, the wall time of all steps. A mean reward is NaN if no
+    held-out prompt has one. The last reward and the gain are None after a single measurement.
     `prompt_tokens` counts the prompt tokens of all rollouts after the first step.
     `prefilled_tokens` counts those that engines computed, fewer because the samples of a group
     share their prompt. Suspends, and the memory that they released, are counted after the first
@@ -32,9 +41,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     is `engine_idle_share`.
     """
     warmup = [row for row in rows if "warmup/step" in row]
-    steps = [row for row in rows if "reward" in row]
-    greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
-    greedy = [math.nan if reward is None else reward for reward in greedy]
+    steps = training_steps(rows)
 
     def total(name: str) -> float:
         return math.fsum(row[name] for row in steps)
@@ -42,30 +49,32 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
     def seconds(name: str) -> float:  # not every way to run spends time on each
         return math.fsum(row.get(f"timing_s/{name}", 0.0) for row in steps)
 
-    first = mean_reward(steps[:WINDOW_STEPS])
-    last = mean_reward(steps[-WINDOW_STEPS:])
-    generate_s = seconds("generate") or seconds("step")
-    warmed_up, evaluated = {}, {}
+    warmed_up, sampled, held_out = {}, sampled_reward(steps), held_out_reward(rows)
     if warmup:
         warmed_up = {
             "warmup_steps": warmup[-1]["warmup/step"],
             "warmup_sampled_reward": warmup[-1]["warmup/reward"],
             "warmup_s": warmup[-1]["timing_s/warmup"],
         }
-    if greedy:
-        evaluated = {
-            "greedy_reward_before": greedy[0],
-            "greedy_reward_after": greedy[-1],
-            "greedy_gain": greedy[-1] - greedy[0],
+    rewards: dict[str, float | None] = {}
+    if sampled is not None:
+        rewards = {
+            "sampled_reward_first": sampled.before,
+            "sampled_reward_last": sampled.after,
+            "sampled_gain": sampled.gain,
+        }
+    if held_out is not None:
+        rewards |= {
+            "greedy_reward_before": held_out.before,
+            "greedy_reward_after": held_out.after,
+            "greedy_gain": held_out.gain,
+            "num_held_out": held_out.num,
         }
     return {
         "seed": seed,
         **warmed_up,
         "num_steps": len(steps),
-        "sampled_reward_first": first,
-        "sampled_reward_last": last,
-        "sampled_gain": last - first,
-        **evaluated,
+        **rewards,
         "rollouts_across_updates": total("policy_staleness/num_mixed_rollouts"),
         "num_suspends": growth([row.get("engine/num_suspends", 0) for row in steps]),
         "suspends_released_mib": growth([row.get("engine/suspended_bytes", 0) for row in steps])
@@ -74,16 +83,12 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, float]:
         "max_staleness": max(row["policy_staleness/max"] for row in steps),
         "prompt_tokens": sum(row["prompts/num_tokens"] for row in steps[1:]),
         "prefilled_tokens": growth([row["engine/num_prefill_tokens"] for row in steps]),
-        "tokens_per_s": total("completions/num_tokens") / generate_s,
+        "tokens_per_s": tokens_per_s(steps),
+        "step_s": step_seconds(steps),
+        "training_s": total_seconds(steps),
         **{f"{name}_s": seconds(name) for name in TIMES},
         "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
     }
-
-
-def mean_reward(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean reward of the steps that have one; NaN if none has."""
-    rewards = [row["reward"] for row in steps if row["reward"] is not None]
-    return fmean(rewards) if rewards else math.nan
 
 
 def growth(counts: Sequence[int]) -> int:
@@ -91,17 +96,20 @@ def growth(counts: Sequence[int]) -> int:
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
-def summary_table(summaries: Sequence[Mapping[str, float]], title: str) -> Table:
+def summary_table(summaries: Sequence[Mapping[str, Any]], title: str) -> Table:
     """Return a table with one column per run and one row per figure."""
     table = Table(title=title)
     table.add_column("")
     for summary in summaries:
         table.add_column(f"seed {summary['seed']}", justify="right")
-    for name in summaries[0]:
+    for name in dict.fromkeys(name for summary in summaries for name in summary):
         if name != "seed":
-            values = (f"{summary[name]:,.3f}".removesuffix(".000") for summary in summaries)
-            table.add_row(name, *values)
+            table.add_row(name, *(_cell(summary.get(name)) for summary in summaries))
     return table
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3f}".removesuffix(".000")
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:

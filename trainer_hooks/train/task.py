@@ -168,10 +168,10 @@ class Task:
     ) -> dict[str, float]:
         """Return metrics of answers to the held-out prompts; {} without held-out prompts.
 
-        Greedy answers give `eval/greedy_reward`, `eval/<term>` for each reward term, and both for
-        each source as `eval/<source>/...`. If `settings.n` is not 0, that many samples of each
-        prompt give all metrics of `evaluate`, which replace terms of the same name. Samples have
-        the same seeds each time.
+        Greedy answers give `eval/greedy_reward`, `eval/num_prompts`, `eval/<term>` for each reward
+        term, and all of them for each source as `eval/<source>/...`. If `settings.n` is not 0, that
+        many samples of each prompt give all metrics of `evaluate`, which replace terms of the same
+        name. Samples have the same seeds each time.
         """
         if not self.held_out:
             return {}
@@ -185,6 +185,8 @@ class Task:
                 metrics[name.replace("/rewards/", "/")] = value
             elif name.endswith("/reward"):
                 metrics[f"{name.removesuffix('reward')}greedy_reward"] = value
+            elif name.endswith("/num_prompts"):
+                metrics[name] = value
         if not settings.n:
             return metrics
         answer_fn = None

@@ -22,6 +22,7 @@ def rows(num_steps: int) -> list[dict[str, float]]:
         "timing_s/generate": 0.5,
         "timing_s/suspend": 0.3,
         "timing_s/train": 2.0,
+        "timing_s/step": 4.0,
     }
     return [
         {"warmup/step": 1, "warmup/loss": 1.0, "timing_s/warmup": 5.0},
@@ -38,7 +39,7 @@ def rows(num_steps: int) -> list[dict[str, float]]:
             }
             for index in range(num_steps)
         ),
-        {"eval/greedy_reward": 0.75},
+        {"eval/greedy_reward": 0.75, "eval/num_prompts": 32.0},
     ]
 
 
@@ -59,7 +60,9 @@ def test_summarise_equals_figures_computed_by_hand() -> None:
     assert summary["prompt_tokens"] == 49 * 80
     # 29 steps of 10, a restart that begins with 50, 19 steps of 10.
     assert summary["prefilled_tokens"] == 290 + 50 + 190
-    assert summary["tokens_per_s"] == pytest.approx(600.0)
+    assert summary["tokens_per_s"] == pytest.approx(75.0), "over the wall time of the steps"
+    assert (summary["step_s"], summary["training_s"]) == (4.0, 200.0)
+    assert summary["num_held_out"] == 32
     assert summary["train_s"] == pytest.approx(100.0)
 
 
@@ -90,5 +93,14 @@ def test_summarise_leaves_steps_without_reward_out_or_nan() -> None:
     with_gaps[4]["reward"] = None  # type: ignore[assignment]
     summary = summarise(with_gaps, seed=0)
     assert math.isnan(summary["greedy_gain"])
-    assert summary["sampled_reward_first"] == pytest.approx(0.05)
+    assert summary["sampled_reward_first"] == pytest.approx(0.03), "of 5 of 11 steps"
     assert summary["num_steps"] == 12
+
+
+def test_summarise_a_short_run_compares_steps_that_the_two_ends_do_not_share() -> None:
+    summary = summarise(rows(5), seed=0)
+    assert summary["sampled_reward_first"] == pytest.approx(0.005)
+    assert summary["sampled_reward_last"] == pytest.approx(0.035)
+    assert summary["sampled_gain"] == pytest.approx(0.03)
+    assert summarise(rows(1), seed=0)["sampled_gain"] is None, "one step shows no gain"
+    Console(file=io.StringIO()).print(summary_table([summary, summarise(rows(1), seed=1)], "GRPO"))
