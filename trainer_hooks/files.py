@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import chain, count, takewhile
 from pathlib import Path
 
 
@@ -59,13 +60,17 @@ def set_aside(path: Path) -> Path | None:
     """
     if not path.exists():
         return None
-    aside = path.with_name(f"{path.name}.previous")
-    number = 2
-    while aside.exists():
-        aside = path.with_name(f"{path.name}.previous-{number}")
-        number += 1
+    number = len(paths_set_aside(path)) + 1
+    aside = path.with_name(f"{path.name}.previous" + f"-{number}" * (number > 1))
     os.rename(path, aside)
     return aside
+
+
+def paths_set_aside(path: Path) -> list[Path]:
+    """Return the paths to which `set_aside` renamed what was at `path`, the oldest first."""
+    first = path.with_name(f"{path.name}.previous")
+    numbered = (path.with_name(f"{first.name}-{number}") for number in count(2))
+    return list(takewhile(Path.exists, chain([first], numbered)))
 
 
 def _outdated(target: Path) -> Path:

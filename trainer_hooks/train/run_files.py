@@ -12,10 +12,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,8 @@ from trainer_hooks.train.config_loading import as_plain
 from trainer_hooks.train.hydra_job import wandb_names
 
 _log = logging.getLogger(__name__)
+STOPPING = "stopping after this step; Ctrl-C again to stop now"
+STOPPING_NOW = "stopping now"
 CONFIG_NAME = "config.yaml"  # all settings of a run, in its directory
 
 
@@ -62,14 +65,10 @@ def open_logger(
     )
 
 
-def begin_directory(directory: Path) -> Path | None:
-    """Create an empty `directory`, and rename an earlier run's directory of that name.
-
-    Returns the new path of the earlier run's directory; None if there was none.
-    """
-    previous = set_aside(directory)
+def begin_directory(directory: Path) -> None:
+    """Create an empty `directory`, and rename an earlier run's directory of that name."""
+    set_aside(directory)
     directory.mkdir(parents=True)
-    return previous
 
 
 def write_config(directory: Path, settings: Any) -> None:
@@ -117,19 +116,34 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
+def stop_on_interrupt(announce: Callable[[str], object]) -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
 
     A second signal of the same kind acts as it did before the block.
     A training step that is interrupted halfway would leave weights that belong to no step.
+    `announce`: called with STOPPING after the first signal, and with STOPPING_NOW after the second,
+    in a thread: a signal may interrupt the main thread while it prints.
     """
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    texts: SimpleQueue[str | None] = SimpleQueue()  # unlike Queue.put, its put may be interrupted
 
     def request(number: int, frame: FrameType | None) -> None:
         requested.set()
-        signal.signal(number, before[number])
+        texts.put(STOPPING)
+        signal.signal(number, stop_now)
 
+    def stop_now(number: int, frame: FrameType | None) -> None:
+        texts.put(STOPPING_NOW)
+        signal.signal(number, before[number])
+        signal.raise_signal(number)
+
+    def announce_all() -> None:
+        while (text := texts.get()) is not None:
+            announce(text)
+
+    thread = threading.Thread(target=announce_all, name="announcements", daemon=True)
+    thread.start()
     for number in before:
         signal.signal(number, request)
     try:
@@ -137,3 +151,5 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        texts.put(None)
+        thread.join()
