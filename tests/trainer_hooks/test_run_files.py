@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollout.errors import ConfigError
-from trainer_hooks.files import paths_set_aside
+from rollout.set_aside import paths_set_aside
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
 from trainer_hooks.train.config_loading import load_dataclass
 from trainer_hooks.train.job import JobSettings, compose_settings

@@ -43,6 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
+from rollout.set_aside import paths_set_aside
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -58,7 +59,6 @@ from trainer_hooks import (
 )
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
-from trainer_hooks.files import paths_set_aside
 from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object

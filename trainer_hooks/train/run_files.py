@@ -24,7 +24,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from rollout.errors import ConfigError
-from trainer_hooks.files import replace_text, set_aside
+from rollout.set_aside import set_aside
+from trainer_hooks.files import replace_text
 from trainer_hooks.metrics import MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.metrics.wandb_run import where_to_look
