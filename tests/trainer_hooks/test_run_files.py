@@ -6,13 +6,22 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rollout.errors import ConfigError
 from trainer_hooks.metrics import JsonlWriter, read_jsonl
-from trainer_hooks.train.run_files import begin_directory, locked_run, stop_on_interrupt
+from trainer_hooks.train.config_loading import load_dataclass
+from trainer_hooks.train.job import JobSettings, compose_settings
+from trainer_hooks.train.run_files import (
+    begin_directory,
+    locked_run,
+    stop_on_interrupt,
+    write_config,
+)
 
 
 def test_stop_on_interrupt_lets_a_second_ctrl_c_act_as_before() -> None:
@@ -85,6 +94,18 @@ def test_begin_directory_deletes_no_earlier_run(tmp_path: Path) -> None:
         "seed_0.previous-4": "3",
     }
     assert list(run.iterdir()) == []
+
+
+def test_write_config_keeps_the_settings_before_a_resume_with_others(tmp_path: Path) -> None:
+    first = compose_settings(["run_name=sums", "seeds=3"], "demo")
+    for settings in (first, first, replace(first, seeds=4)):
+        write_config(tmp_path, settings)
+    read = {
+        path.name: load_dataclass(JobSettings, OmegaConf.load(path)).seeds
+        for path in tmp_path.iterdir()
+    }
+    assert read == {"config.yaml": 4, "config.yaml.previous": 3}
+    assert load_dataclass(JobSettings, OmegaConf.load(tmp_path / "config.yaml.previous")) == first
 
 
 def test_new_metrics_file_keeps_the_earlier_one(tmp_path: Path) -> None:

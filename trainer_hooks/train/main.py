@@ -9,12 +9,12 @@
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
-step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
-completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, weights_version
-(the highest used), reference/ if there is a KL term, base/ (with a LoRA adapter or trainer=fsdp2,
-the weights from which engines start), and skipped/ (batches of steps with non-finite gradients). A
-run that starts over renames the previous run's directory to
+Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), metrics.jsonl,
+batches.jsonl (prompts of each step as [epoch, index], and how often each was sampled again because
+its rollouts grew too old), completions.jsonl (samples), answers.jsonl, checkpoints, report.html,
+summary.json, weights_version (the highest used), reference/ if there is a KL term, base/ (with a
+LoRA adapter or trainer=fsdp2, the weights from which engines start), and skipped/ (batches of steps
+with non-finite gradients). A run that starts over renames the previous run's directory to
 seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
 refused.
 
@@ -68,6 +68,7 @@ from trainer_hooks.train.run_files import (
     locked_run,
     open_logger,
     stop_on_interrupt,
+    write_config,
 )
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
@@ -199,6 +200,7 @@ class Run:
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
             self.console.print(f"moved the earlier run to {previous}", highlight=False)
+        write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
         with (
             stop_on_interrupt() as stop,
@@ -482,13 +484,7 @@ class Training:
 
 def main() -> None:
     """Run the job that the command line and an entry config of conf/ describe."""
-    run_hydra_job(
-        run_job,
-        JobSettings,
-        config_path=str(CONFIG_DIRECTORY),
-        config_name="train",
-        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
-    )
+    run_hydra_job(run_job, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="train")
 
 
 def run(words: Sequence[str]) -> int:

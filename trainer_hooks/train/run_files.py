@@ -1,7 +1,7 @@
-"""The files of one run: its metrics logger, its directory and lock, and a clean stop on Ctrl-C.
+"""The files of one run: its logger, settings, directory and lock, and a clean stop on Ctrl-C.
 
-Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files, opens
-metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
+Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files and
+config.yaml, opens metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from rollout.errors import ConfigError
-from trainer_hooks.files import set_aside
+from trainer_hooks.files import replace_text, set_aside
 from trainer_hooks.metrics import MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.metrics.wandb_run import where_to_look
+from trainer_hooks.train.config_loading import as_plain
 from trainer_hooks.train.hydra_job import wandb_names
 
 _log = logging.getLogger(__name__)
+CONFIG_NAME = "config.yaml"  # all settings of a run, in its directory
 
 
 def open_logger(
@@ -67,6 +70,18 @@ def begin_directory(directory: Path) -> Path | None:
     previous = set_aside(directory)
     directory.mkdir(parents=True)
     return previous
+
+
+def write_config(directory: Path, settings: Any) -> None:
+    """Write all settings of a run, a JobSettings, to CONFIG_NAME in `directory`.
+
+    Settings with which the run began are kept if a resumed run has others: their file is renamed
+    (`set_aside`).
+    """
+    path, text = directory / CONFIG_NAME, OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        set_aside(path)
+    replace_text(path, text)
 
 
 @contextmanager
