@@ -18,7 +18,7 @@ from trainer_hooks.train.run_results import RunResults, band_note, metric_names,
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
 
 # Text stays text in a PDF (journals refuse Type 3 fonts), and equal curves give equal files.
-_SETTINGS = {"pdf.fonttype": 42, "svg.hashsalt": "rollout", "font.size": 9}
+_SETTINGS: dict[Any, Any] = {"pdf.fonttype": 42, "svg.hashsalt": "rollout", "font.size": 9}
 # Without the date and the version of matplotlib.
 _METADATA: dict[str, dict[str, None]] = {
     ".pdf": {"CreationDate": None, "Producer": None},
@@ -51,16 +51,16 @@ def write_figure(
     for run in runs:
         for metric in metrics:
             if not run.points(metric):
-                names = (name for name in metric_names(runs) if run.points(name))
+                known = (name for name in metric_names(runs) if run.points(name))
                 otherwise = "metrics.jsonl has the names"
-                remedy = remedy_of_unknown(metric, names, otherwise, cutoff=0.5)
+                remedy = remedy_of_unknown(metric, known, otherwise, cutoff=0.5)
                 raise ConfigError(f"{run.name} has no values of {metric}; {remedy}")
     with extra_needed("figure", f"{path}"):
         import matplotlib
         from matplotlib.figure import Figure
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.subplots()
+        axes: Any = figure.subplots()
         for i, run in enumerate(runs):
             for j, metric in enumerate(metrics):
                 names = [run.label] * (len(runs) > 1) + [_label(runs, metric)] * (len(metrics) > 1)
@@ -73,8 +73,8 @@ def write_figure(
                     linestyle=_STYLES[j % len(_STYLES)],
                 )
         is_reward = set(metrics) <= set(DEFAULT_METRICS)
-        names = ["reward"] * is_reward + [_label(runs, metrics[0])] * (len(metrics) == 1)
-        axes.set(xlabel="step", ylabel=", ".join(names))
+        words = ["reward"] * is_reward + [_label(runs, metrics[0])] * (len(metrics) == 1)
+        axes.set(xlabel="step", ylabel=", ".join(words))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)

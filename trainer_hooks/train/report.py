@@ -167,7 +167,7 @@ def _alarms(runs: Sequence[RunResults]) -> str:
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the warnings of a whole run, and those of its last step that has one."""
-    last = next((row["warnings"] for row in reversed(rows) if row.get("warnings")), {})
+    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get("warnings"))), {})
     return [*last.values()]
 
 

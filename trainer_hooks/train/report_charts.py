@@ -6,6 +6,7 @@ Used by `trainer_hooks.train.report`. Pure functions from the results of runs to
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -207,17 +208,22 @@ def _time_chart(runs: Sequence[RunResults]) -> str:
 
     Categories below 1% are left out.
     """
-    seconds: dict[str, Counter[str]] = {}
-    for run in runs:
-        own = seconds[run.label] = Counter()
-        for step in (step for seed in run.seeds for step in seed.steps):
-            for name, share in step.items():
-                if name.startswith(_TIME_SHARE):
-                    category = name.removeprefix(_TIME_SHARE)
-                    own[category] += (share or 0.0) * (step.get(figures.STEP_S) or 0.0)
-    total: Counter[str] = sum(seconds.values(), Counter())
-    least = 0.01 * total.total()
-    bins = {name: (name, name) for name, own_s in total.most_common() if own_s >= least}
+    names = [name for name in metric_names(runs) if name.startswith(_TIME_SHARE)]
+    seconds = {
+        run.label: {
+            name: math.fsum(
+                (step.get(name) or 0.0) * (step.get(figures.STEP_S) or 0.0)
+                for seed in run.seeds
+                for step in seed.steps
+            )
+            for name in names
+        }
+        for run in runs
+    }
+    totals = {name: math.fsum(own[name] for own in seconds.values()) for name in names}
+    least = 0.01 * math.fsum(totals.values())
+    drawn = sorted((n for n in names if totals[n] >= least), key=lambda name: -totals[name])
+    bins = {name: (name.removeprefix(_TIME_SHARE),) * 2 for name in drawn}
     return _bars("time of all steps, shares", bins, seconds)
 
 

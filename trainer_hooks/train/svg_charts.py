@@ -188,8 +188,8 @@ def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) ->
     at = [frame.place((left + right) / 2, 0.0)[0] for left, right in pairwise(edges)]
     texts = [[f"{value:.1%}" if value else None for value in values] for values in means]
     last = ", ".join(f"{name} {values[-1]:.0%}" for name, values in shares.items())
-    values = _values(heads, at, shares, texts)
-    return _svg([*parts, *frame.axes("step")], f"last: {last}", values)
+    shown = _values(heads, at, shares, texts)
+    return _svg([*parts, *frame.axes("step")], f"last: {last}", shown)
 
 
 def bar_chart(bins: Sequence[tuple[str, str]], shares: Mapping[str, Sequence[float]]) -> str:
