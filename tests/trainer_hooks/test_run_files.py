@@ -12,10 +12,11 @@ from queue import SimpleQueue
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from rollout.errors import ConfigError
 from rollout.set_aside import paths_set_aside
-from trainer_hooks.metrics import JsonlWriter, read_jsonl
+from trainer_hooks.metrics import JsonlWriter, ProgressView, read_jsonl
 from trainer_hooks.train.config_loading import load_dataclass
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.run_files import (
@@ -23,9 +24,12 @@ from trainer_hooks.train.run_files import (
     STOPPING_NOW,
     begin_directory,
     locked_run,
+    open_logger,
     stop_on_interrupt,
+    what_ran,
     write_config,
 )
+from trainer_hooks.train.run_results import STARTS_NAME
 
 
 def test_stop_on_interrupt_announces_ctrl_c_and_lets_a_second_act_as_before() -> None:
@@ -126,3 +130,37 @@ def test_new_metrics_file_keeps_the_earlier_one(tmp_path: Path) -> None:
     assert kept == {
         "metrics.jsonl": 2, "metrics.jsonl.previous": 0, "metrics.jsonl.previous-2": 1,
     }  # fmt: skip
+
+
+def test_open_logger_records_each_start_of_a_run_from_its_step_on(tmp_path: Path) -> None:
+    settings = compose_settings(["run_name=sums"], "demo")
+    view = ProgressView(Console(quiet=True))
+    for step in (None, 8, 12, 8):  # the third start's results are made again by the fourth
+        open_logger(tmp_path, settings, view, step).close()
+    starts = read_jsonl(tmp_path / STARTS_NAME)
+    assert [row["trainer/step"] for row in starts] == [0, 8, 8]
+    assert starts[0]["title"] == "GRPO with DAPO's loss, palindrome_generation"
+    assert starts[0]["versions"].keys() == {"rollout", "torch", "transformers", "Python"}
+
+
+def test_what_ran_has_the_command_and_the_commit_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = compose_settings([], "demo")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    script = ["/venv/bin/python", "/venv/bin/rollout", "train", "data.path=a b.jsonl"]
+    monkeypatch.setattr("sys.orig_argv", script)
+    ran = what_ran(settings)
+    assert ran["command"] == "rollout train 'data.path=a b.jsonl'"
+    assert ran["commit"] is None
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-m", "rollout", "train"])
+    assert what_ran(settings)["command"] == "python3 -m rollout train"
+    name = {"GIT_AUTHOR_NAME": "a", "GIT_COMMITTER_NAME": "a", "EMAIL": "a@b"}
+    Path("train.py").write_text("first")
+    for words in (["init"], ["add", "."], ["commit", "-m", "first"]):
+        subprocess.run(["git", *words], check=True, capture_output=True, env=os.environ | name)
+    commit = what_ran(settings)["commit"]
+    assert len(commit) == 40
+    Path("train.py").write_text("second")
+    assert what_ran(settings)["commit"] == f"{commit}-dirty"

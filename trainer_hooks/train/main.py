@@ -9,14 +9,14 @@
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), metrics.jsonl,
-batches.jsonl (prompts of each step as [epoch, index], and how often each was sampled again because
-its rollouts grew too old), completions.jsonl (samples), answers.jsonl, checkpoints, report.html,
-summary.json, weights_version (the highest used), reference/ if there is a KL term, base/ (with a
-LoRA adapter or trainer=fsdp2, the weights from which engines start), and skipped/ (batches of steps
-with non-finite gradients). A run that starts over renames the previous run's directory to
-seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
-refused.
+Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), starts.jsonl (what
+ran), metrics.jsonl, batches.jsonl (prompts of each step as [epoch, index], and how often each was
+sampled again because its rollouts grew too old), completions.jsonl (samples), answers.jsonl,
+checkpoints, report.html, summary.json, weights_version (the highest used), reference/ if there is a
+KL term, base/ (with a LoRA adapter or trainer=fsdp2, the weights from which engines start), and
+skipped/ (batches of steps with non-finite gradients). A run that starts over renames the previous
+run's directory to seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by
+another job is refused.
 
 Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
 """
@@ -145,6 +145,8 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
             console.print(line, highlight=False, soft_wrap=True)
     if len(summaries) > 1:
         console.print(seeds_table(summaries, f"{settings.title}, {len(summaries)} seeds"))
+        report = f"report of all seeds: {write_report(directory)}"
+        console.print(report, highlight=False, soft_wrap=True)
 
 
 def interrupted_text(directory: Path) -> str:
@@ -178,13 +180,12 @@ def run_seed(
     runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
     once training has begun.
     """
-    title = f"{settings.title}, seed {seed}"
     with locked_run(directory):
         try:
             asyncio.run(Run(directory, settings, seed, ranks).run())
         finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
-                write_report(directory, title)
+                write_report(directory)
         rows = metrics.read_jsonl(directory / "metrics.jsonl")
         summary = summarise(rows, seed)
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
