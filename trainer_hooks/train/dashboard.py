@@ -37,6 +37,7 @@ from trainer_hooks.metrics.figures import (
 )
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.metrics.step_warnings import WARNINGS
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train.charts import (
     EngineRates,
@@ -165,8 +166,10 @@ class Dashboard:
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
-        has any. A row lacks those that are 0.
+        has any. A row lacks those that are 0. A training step's row also replaces the warnings.
         """
+        if "reward" in metrics:
+            self._latest.pop(WARNINGS, None)
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
         groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
         for name in [n for n in self._latest if n.startswith(tuple(groups))]:
@@ -263,7 +266,7 @@ class Dashboard:
             parts.insert(0, Text(self._notice.ljust(width), style="bold yellow", no_wrap=True))
         if update := self._shown(UPDATE):
             parts.append(_line_of(update, width))
-        parts.append(self._top_row(width, curve_height))
+        parts += [*self._warnings(width, is_short), self._top_row(width, curve_height)]
         if shares := self._with_prefix("timing_share/"):
             step_s = step_seconds(self._recent)
             rates = ["" if step_s is None else f": {step_s:.2f} s", *self._shown(RATES)]
@@ -276,6 +279,14 @@ class Dashboard:
         engines = Group(self._engine_table(num_engines), *([counts] if counts else []))
         parts.append(_panel(f"engines{idle}, and producer", engines))
         return parts
+
+    def _warnings(self, width: int, is_short: bool) -> list[Text]:
+        """Return the warnings of the latest training step, cut to three lines if `is_short`."""
+        texts = [Text(t, style="bold red") for t in self._latest.get(WARNINGS, {}).values()]
+        for text in texts if is_short else ():
+            # Words are not broken, so a line may hold some cells less than `width`.
+            text.truncate(max(3 // len(texts), 1) * (width - 5), overflow="ellipsis")
+        return texts
 
     def _top_row(self, width: int, curve_height: int) -> RenderableType:
         """Return the curve of the reward, with the ages of the tokens beside it."""

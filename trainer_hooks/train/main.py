@@ -28,7 +28,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,13 +38,12 @@ from typing import Any, NoReturn
 import torch
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
-from rich.text import Text
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
-from rollout.set_aside import paths_set_aside
+from rollout.text import as_tokenizer
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -59,16 +59,17 @@ from trainer_hooks import (
 )
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.metrics.jsonl import finite
 from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch, watch_step
-from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job
+from trainer_hooks.train.hydra_job import run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
+from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
-    CONFIG_NAME,
     begin_directory,
     locked_run,
     open_logger,
@@ -77,7 +78,14 @@ from trainer_hooks.train.run_files import (
 )
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
-from trainer_hooks.train.summary import answers_table, seeds_table, summarise, summary_table
+from trainer_hooks.train.summary import (
+    answers_table,
+    interrupted_text,
+    outline,
+    seeds_table,
+    summarise,
+    summary_table,
+)
 from trainer_hooks.train.task import Task, producer_options
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
@@ -137,6 +145,8 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
             console.print(interrupted_text(run_directory), highlight=False, soft_wrap=True)
             exit_interrupted()
         console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
+        for text in summaries[-1][metrics.WARNINGS]:
+            console.print(text, style="bold red", highlight=False)
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
@@ -149,18 +159,6 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         console.print(report, highlight=False, soft_wrap=True)
 
 
-def interrupted_text(directory: Path) -> str:
-    """Return what an interrupted run has left in `directory`, and how to continue it."""
-    checkpoint = find_checkpoint(directory / "checkpoints")
-    if checkpoint is None:
-        return "interrupted before the first checkpoint; the same command starts over"
-    step = read_trainer_state(checkpoint).step
-    return (
-        f"interrupted; {checkpoint} has the policy after step {step}\n"
-        "run the same command with resume=auto to continue"
-    )
-
-
 def exit_interrupted() -> NoReturn:
     """End the process with status INTERRUPTED_EXIT_CODE, at once if a step is still trained."""
     if any(thread.name == TRAINING_THREAD for thread in threading.enumerate()):
@@ -171,8 +169,12 @@ def exit_interrupted() -> NoReturn:
 
 
 def run_seed(
-    directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
-) -> dict[str, float]:
+    directory: Path,
+    settings: JobSettings,
+    seed: int,
+    ranks: TrainerRanks = ALONE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """Run one seed in `directory`: warm-up, and training between two evaluations. Returns its
     summary.
 
@@ -182,23 +184,32 @@ def run_seed(
     """
     with locked_run(directory):
         try:
-            asyncio.run(Run(directory, settings, seed, ranks).run())
+            run = Run(directory, settings, seed, ranks, clock)
+            asyncio.run(run.run())
         finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
                 write_report(directory)
-        rows = metrics.read_jsonl(directory / "metrics.jsonl")
-        summary = summarise(rows, seed)
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        summary = run.summary()
+        (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
 
 
 class Run:
-    """One run of the job: its directory, settings, seed and data, and how to start its parts."""
+    """One run of the job: its directory, settings, seed and data, and how to start its parts.
+
+    `clock`: returns seconds, for the times of steps and the time left.
+    """
 
     def __init__(
-        self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+        self,
+        directory: Path,
+        settings: JobSettings,
+        seed: int,
+        ranks: TrainerRanks = ALONE,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.settings, self.seed, self.ranks = directory, settings, seed, ranks
+        self.clock = clock
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
         self.task = Task(
@@ -224,15 +235,14 @@ class Run:
 
         Otherwise renames an earlier run's directory and begins a new run.
         """
-        settings, view = self.settings, Dashboard(self.console)
+        settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None:
             begin_directory(self.directory)
         write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
-        for label, text in self.outline(step):
-            line = Text.assemble((f"{label:<10}", "bold"), text)
+        for line in outline(settings, self.task, len(self.prompts), self.directory, step):
             self.console.print(line, highlight=False, soft_wrap=True)
         with (
             stop_on_interrupt(view.announce) as stop,
@@ -243,35 +253,11 @@ class Run:
             else:
                 view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
             await self.train_from(checkpoint, view, logger, stop)
+            logger.log_summary(self.summary())
 
-    def outline(self, resume_step: int | None) -> list[tuple[str, str]]:
-        """Return what the run is about to do, as labels and texts.
-
-        `resume_step`: step of the checkpoint from which it continues; None for a new run.
-        """
-        settings, task = self.settings, self.task
-        model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
-        served = settings.engine.dtype
-        parts = [
-            model.path or "random weights",
-            f"{short_count(task.num_parameters())} parameters",
-            f"LoRA of rank {model.lora.rank}" if model.lora else "",
-            "trained in float32" + f", served in {served}" * (served != "auto"),
-        ]
-        steps = (
-            f"{trainer.num_steps:,} of {algorithm.groups_per_step} groups x "
-            f"{algorithm.group_size} samples, each of up to {algorithm.max_new_tokens:,} tokens"
-        )
-        earlier = ", ".join(str(path) for path in paths_set_aside(self.directory))
-        lines = {
-            "overrides": " ".join(given_overrides()),
-            "model": ", ".join(filter(None, parts)),
-            "prompts": f"{len(self.prompts):,} to train on, {len(task.held_out):,} held out",
-            "steps": steps + ("" if resume_step is None else f"; {resume_step:,} are done"),
-            "files": f"{self.directory} ({CONFIG_NAME} has all settings)",
-            "earlier": earlier,
-        }
-        return [(label, text) for label, text in lines.items() if text]
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the finished run."""
+        return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
 
     async def train_from(
         self,
@@ -302,7 +288,7 @@ class Run:
             async with self.engines(learner, versions) as llm:
                 if state.step == 0:
                     logger.log(await self.evaluate(llm, 0, view), step=0, version=0)
-                account = metrics.TimeAccount()
+                account = metrics.TimeAccount(self.clock)
                 async with (
                     self.producer(llm, state) as producer,
                     watch_step(view, llm, producer, account),
@@ -479,7 +465,7 @@ class Training:
 
     async def steps(
         self, step: int, stop: threading.Event
-    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
+    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, Any]]]:
         """Train from `step` to the last step. Yields each step's number, batch and metrics.
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
@@ -490,7 +476,7 @@ class Training:
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
         weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
-        use = metrics.EngineUse(max(settings.num_engines, 1))
+        use = metrics.EngineUse(max(settings.num_engines, 1), self.run.clock)
         while step < trainer.num_steps:
             if stop.is_set():
                 self.save(step)
@@ -515,12 +501,22 @@ class Training:
                 num_trained_tokens=int(trained["train/num_tokens"]),
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
-            yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            row = {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            yield step, batch, self.with_warnings(step, batch, row)
             # After the row is written, so that a resumed run finds a row for each finished step.
             # The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
+
+    def with_warnings(
+        self, step: int, batch: TrainingBatch, row: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return the step's row, with warnings if the step taught nothing."""
+        settings, tokenizer = self.run.settings, as_tokenizer(self.run.task.tokenizer)
+        success_reward = settings.trainer.evaluation.success_reward
+        found = step_warnings(step, row, batch, settings.algorithm, tokenizer, success_reward)
+        return {**row, metrics.WARNINGS: found} if found else row
 
     async def next_batch(self) -> TrainingBatch:
         """Return the producer's next batch.
@@ -560,14 +556,6 @@ class Training:
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
-
-
-def short_count(number: int) -> str:
-    """Return a count with three digits, such as 135M or 1.54B."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return str(number)
 
 
 def main() -> None:
