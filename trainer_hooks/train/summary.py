@@ -105,10 +105,10 @@ def interrupted_text(directory: Path) -> str:
     checkpoint = find_checkpoint(directory / "checkpoints")
     if checkpoint is None:
         return "interrupted before the first checkpoint; the same command starts over"
-    step = read_trainer_state(checkpoint).step
     return (
-        f"interrupted; {shown_path(checkpoint)} has the policy after step {step}\n"
-        "run the same command with resume=auto to continue"
+        f"interrupted; the checkpoint of step {read_trainer_state(checkpoint).step} is kept\n"
+        "continue: the same command with resume=auto\n"
+        f"policy: {shown_path(checkpoint)}"
     )
 
 
