@@ -83,6 +83,7 @@ ACTIVITIES = {
     "update": "updating weights",
     "evaluate": "evaluating",
     "checkpoint": "saving",
+    "other": "",
 }
 
 
