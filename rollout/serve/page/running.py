@@ -18,6 +18,7 @@ from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.requests.token_runs import TokenRun
 from rollout.serve.page.recent import MAX_SHOWN_PROMPT_TOKENS
 from rollout.serve.token_texts import TokenTexts
+from rollout.text import PromptIds
 
 MAX_RUNNING = 6  # samples
 MAX_RUNNING_TOKENS = 200  # of a sample
@@ -34,7 +35,7 @@ class RunningSample:
     them are kept.
     """
 
-    def __init__(self, serial: int, prompt: Sequence[int]) -> None:
+    def __init__(self, serial: int, prompt: PromptIds) -> None:
         self.serial, self.time = serial, time.time()
         self.num_prompt_tokens, self.num_tokens = len(prompt), 0
         self._prompt = [int(i) for i in prompt[-MAX_SHOWN_PROMPT_TOKENS:]]
