@@ -431,6 +431,7 @@ def test_idle_page_has_a_curl_line_that_works_and_no_colours_for_one_version(
         async with open_tab(tmp_path / "profile") as tab:
             await tab.open(server.url)
             await tab.until("document.getElementById('key-form')?.hidden === false")
+            assert await tab.evaluate("document.getElementById('main').hidden")
             await tab.evaluate(
                 "document.getElementById('key').value = 'sesame',"
                 "document.querySelector('#key-form button').click()"

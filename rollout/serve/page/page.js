@@ -376,7 +376,8 @@ async function watch() {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: "Bearer " + key } : {};
   const response = await fetch("events", { headers, cache: "no-store" });
-  byId("key-form").hidden = response.status !== 401;
+  byId("main").hidden = response.status === 401;
+  byId("key-form").hidden = !byId("main").hidden;
   if (response.status === 401) {
     sessionStorage.removeItem(KEY);
     return false;
