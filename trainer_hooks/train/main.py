@@ -9,14 +9,14 @@
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
-step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
-completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, weights_version
-(the highest used), reference/ if there is a KL term, base/ (with a LoRA adapter or trainer=fsdp2,
-the weights from which engines start), and skipped/ (batches of steps with non-finite gradients). A
-run that starts over renames the previous run's directory to
-seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
-refused.
+Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), starts.jsonl (what
+ran), metrics.jsonl, batches.jsonl (prompts of each step as [epoch, index], and how often each was
+sampled again because its rollouts grew too old), completions.jsonl (samples), answers.jsonl,
+checkpoints, report.html, summary.json, weights_version (the highest used), reference/ if there is a
+KL term, base/ (with a LoRA adapter or trainer=fsdp2, the weights from which engines start), and
+skipped/ (batches of steps with non-finite gradients). A run that starts over renames the previous
+run's directory to seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by
+another job is refused.
 
 Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -32,16 +33,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
+from rich.text import Text
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
+from rollout.set_aside import paths_set_aside
 from rollout.text import as_tokenizer
 from trainer_hooks import (
     AsyncRolloutProducer,
@@ -59,23 +62,26 @@ from trainer_hooks import (
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.metrics.jsonl import finite
+from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
-from trainer_hooks.train.dashboard import Dashboard, watch_step
-from trainer_hooks.train.hydra_job import run_hydra_job
+from trainer_hooks.train.dashboard import Dashboard, watch, watch_step
+from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
 from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
+    CONFIG_NAME,
     begin_directory,
     locked_run,
     open_logger,
     stop_on_interrupt,
+    write_config,
 )
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
-from trainer_hooks.train.summary import answers_table, summarise, summary_table
+from trainer_hooks.train.summary import answers_table, seeds_table, summarise, summary_table
 from trainer_hooks.train.task import Task, producer_options
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
@@ -86,6 +92,7 @@ from trainer_hooks.weight_sync.trainer_ranks import (
 )
 
 INTERRUPTED_EXIT_CODE = 130
+TRAINING_THREAD = "training step"
 NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
@@ -127,23 +134,46 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
     summaries = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
         run_directory = directory / f"seed_{seed}"
-        console.print(f"[bold]seed {seed}[/bold] in {run_directory}", highlight=False)
+        console.print(f"{settings.title}, seed {seed}", style="bold", highlight=False)
         try:
             summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
-            console.print("interrupted; run the same command with resume=auto to continue")
-            sys.exit(INTERRUPTED_EXIT_CODE)
-        console.print(summary_table(summaries[-1:], settings.title))
+            console.print(interrupted_text(run_directory), highlight=False, soft_wrap=True)
+            exit_interrupted()
+        console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
         for text in summaries[-1][metrics.WARNINGS]:
-            console.print(text, style="bold red", highlight=False)
+            console.print(Text(text, style="bold red"), soft_wrap=True)
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
         policy = find_checkpoint(run_directory / "checkpoints")
-        console.print(f"policy: {policy}", highlight=False)
-        console.print(f"report: {run_directory / REPORT_NAME}", highlight=False)
+        for line in (f"policy: {policy}", f"report: {run_directory / REPORT_NAME}"):
+            console.print(line, highlight=False, soft_wrap=True)
     if len(summaries) > 1:
-        console.print(summary_table(summaries, settings.title))
+        console.print(seeds_table(summaries, f"{settings.title}, {len(summaries)} seeds"))
+        report = f"report of all seeds: {write_report(directory)}"
+        console.print(report, highlight=False, soft_wrap=True)
+
+
+def interrupted_text(directory: Path) -> str:
+    """Return what an interrupted run has left in `directory`, and how to continue it."""
+    checkpoint = find_checkpoint(directory / "checkpoints")
+    if checkpoint is None:
+        return "interrupted before the first checkpoint; the same command starts over"
+    step = read_trainer_state(checkpoint).step
+    return (
+        f"interrupted; {checkpoint} has the policy after step {step}\n"
+        "run the same command with resume=auto to continue"
+    )
+
+
+def exit_interrupted() -> NoReturn:
+    """End the process with status INTERRUPTED_EXIT_CODE, at once if a step is still trained."""
+    if any(thread.name == TRAINING_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED_EXIT_CODE)  # torch may crash if a thread computes at a usual exit
+    sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 def run_seed(
@@ -160,14 +190,13 @@ def run_seed(
     runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
     once training has begun.
     """
-    title = f"{settings.title}, seed {seed}"
     with locked_run(directory):
         try:
             run = Run(directory, settings, seed, ranks, clock)
             asyncio.run(run.run())
         finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
-                write_report(directory, title)
+                write_report(directory)
         summary = run.summary()
         (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
@@ -198,6 +227,7 @@ class Run:
         )  # fmt: skip
         if num_skipped := self.task.num_skipped_rows:
             self.console.print(f"{num_skipped:,} bad rows are skipped; train.log names some")
+        self.prompts = self.task.prompts(seed)
         self.params = settings.algorithm.sampling_params()
         torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
         torch.manual_seed(seed)
@@ -216,11 +246,15 @@ class Run:
         settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
-        if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
-            self.console.print(f"moved the earlier run to {previous}", highlight=False)
+        if checkpoint is None:
+            begin_directory(self.directory)
+        write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
+        for label, text in self.outline(step):
+            line = Text.assemble((f"{label:<10}", "bold"), text)
+            self.console.print(line, highlight=False, soft_wrap=True)
         with (
-            stop_on_interrupt() as stop,
+            stop_on_interrupt(view.announce) as stop,
             open_logger(self.directory, settings, view, step) as logger,
         ):
             if checkpoint is None:
@@ -233,6 +267,35 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Return the figures of the finished run."""
         return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
+
+    def outline(self, resume_step: int | None) -> list[tuple[str, str]]:
+        """Return what the run is about to do, as labels and texts.
+
+        `resume_step`: step of the checkpoint from which it continues; None for a new run.
+        """
+        settings, task = self.settings, self.task
+        model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
+        served = settings.engine.dtype
+        parts = [
+            model.path or "random weights",
+            f"{short_count(task.num_parameters())} parameters",
+            f"LoRA of rank {model.lora.rank}" if model.lora else "",
+            "trained in float32" + f", served in {served}" * (served != "auto"),
+        ]
+        steps = (
+            f"{trainer.num_steps:,} of {algorithm.groups_per_step} groups x "
+            f"{algorithm.group_size} samples, each of up to {algorithm.max_new_tokens:,} tokens"
+        )
+        earlier = ", ".join(str(path) for path in paths_set_aside(self.directory))
+        lines = {
+            "overrides": " ".join(given_overrides()),
+            "model": ", ".join(filter(None, parts)),
+            "prompts": f"{len(self.prompts):,} to train on, {len(task.held_out):,} held out",
+            "steps": steps + ("" if resume_step is None else f"; {resume_step:,} are done"),
+            "files": f"{self.directory} ({CONFIG_NAME} has all settings)",
+            "earlier": earlier,
+        }
+        return [(label, text) for label, text in lines.items() if text]
 
     async def train_from(
         self,
@@ -259,9 +322,10 @@ class Run:
             ) as samples,
         ):
             view.start_stage(settings.title, settings.trainer.num_steps)
+            view.show_progress(0, 0, "starting the engines")
             async with self.engines(learner, versions) as llm:
                 if state.step == 0:
-                    logger.log(await self.evaluate(llm, step=0), step=0, version=0)
+                    logger.log(await self.evaluate(llm, 0, view), step=0, version=0)
                 account = metrics.TimeAccount(self.clock)
                 async with (
                     self.producer(llm, state) as producer,
@@ -286,19 +350,34 @@ class Run:
                         if settings.logger.save_batches:
                             batch_files.log(step, batch)
                 last = settings.trainer.num_steps
-                logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
+                evaluated = await self.evaluate(llm, last, view)
+                logger.log(evaluated, step=last, version=llm.weights_version)
+            view.show_progress(0, 0)
 
-    async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
+    async def evaluate(
+        self, llm: ThreadedLLM | AsyncLLM, step: int, view: Dashboard | None = None
+    ) -> dict[str, float]:
         """Return `eval/*` metrics of the weights after `step` on held-out prompts.
 
-        Writes NUM_ANSWERS greedy answers to answers.jsonl.
+        `view`: shows the progress, unless None. Writes NUM_ANSWERS greedy answers to answers.jsonl.
         """
-        sync = self.settings.weight_sync
+        sync, wanted = self.settings.weight_sync, self.settings.trainer.evaluation
+        num_ended, num_samples = 0, len(self.task.held_out) * (1 + wanted.n)
+
+        def count_sample() -> None:
+            nonlocal num_ended
+            num_ended += 1
+
         # The weights are kept: the next batch needs them, and no push comes before it.
         release = [name for name in sync.release if name != "weights"]
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=release)
-        async with nullcontext() if sync.mode == "in_flight" else phase:
-            reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
+        watched: AbstractAsyncContextManager[Any] = nullcontext()
+        if view is not None:
+            watched = watch(
+                view, llm, lambda: view.show_progress(num_ended, num_samples, "evaluate")
+            )
+        async with nullcontext() if sync.mode == "in_flight" else phase, watched:
+            reward = await self.task.evaluate(llm, self.params, wanted, count_sample)
             answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
         with closing(metrics.JsonlWriter(self.directory / "answers.jsonl", step - 1)) as file:
             file.log({"trainer/step": step, "answers": answers})
@@ -394,7 +473,7 @@ class Run:
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
-            self.task.prompts(self.seed),
+            self.prompts,
             self.task.reward,
             algorithm.group_size,
             algorithm.groups_per_step,
@@ -501,8 +580,11 @@ class Training:
         Reports the effective sample size to the producer, which may adapt its bound on staleness.
         """
         with self.account.spend("train"):
-            # In another thread, so that this event loop can receive rollouts meanwhile.
-            trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
+            # In another thread, so that this event loop can receive rollouts meanwhile. A second
+            # Ctrl-C does not wait for it.
+            trained = await in_thread(
+                lambda: self.learner.update(batch.rollouts, step), TRAINING_THREAD
+            )
         if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
         return trained
@@ -514,15 +596,17 @@ class Training:
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
 
 
+def short_count(number: int) -> str:
+    """Return a count with three digits, such as 135M or 1.54B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
 def main() -> None:
     """Run the job that the command line and an entry config of conf/ describe."""
-    run_hydra_job(
-        run_job,
-        JobSettings,
-        config_path=str(CONFIG_DIRECTORY),
-        config_name="train",
-        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
-    )
+    run_hydra_job(run_job, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="train")
 
 
 def run(words: Sequence[str]) -> int:

@@ -9,21 +9,25 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.table import Table
 from rich.text import Text
 
 from trainer_hooks.metrics import WARNINGS, run_warnings
 from trainer_hooks.metrics.figures import (
+    RewardChange,
     held_out_reward,
+    of_prompts,
     sampled_reward,
     step_seconds,
     tokens_per_s,
     total_seconds,
     training_steps,
 )
+from trainer_hooks.metrics.stage_clock import minutes
 
+Summary = Mapping[str, Any]  # what `summarise` returns
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
@@ -98,20 +102,93 @@ def growth(counts: Sequence[int]) -> int:
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
-def summary_table(summaries: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """Return a table with one column per run and one row per figure."""
-    table = Table(title=title)
-    table.add_column("")
-    for summary in summaries:
-        table.add_column(f"seed {summary['seed']}", justify="right")
-    for name in dict.fromkeys(name for summary in summaries for name in summary):
-        if name not in ("seed", WARNINGS):
-            table.add_row(name, *(_cell(summary.get(name)) for summary in summaries))
+def summary_table(summary: Summary, title: str) -> Table:
+    """Return a table of one run: rewards, time and rate first, then the rest in a few lines."""
+    table = Table(title=title, show_header=False)
+    for name, value in lead_figures(summary).items():
+        table.add_row(Text(name, style="bold"), Text(value, style="bold"))
+    table.add_section()
+    for name, value in other_figures(summary).items():
+        table.add_row(name, value)
     return table
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3f}".removesuffix(".000")
+def seeds_table(summaries: Sequence[Summary], title: str) -> Table:
+    """Return a table with a line per run, and the mean of the runs below: rewards, time and rate.
+
+    A figure that a run lacks is left out of the mean.
+    """
+    names = {name for summary in summaries for name, value in summary.items() if _is_figure(value)}
+    values = {name: [own for s in summaries if _is_figure(own := s.get(name))] for name in names}
+    mean = {name: fmean(own) for name, own in values.items()}
+    lines = {f"seed {summary['seed']}": lead_figures(summary) for summary in summaries}
+    table, figures = Table(title=title), lead_figures(mean)
+    for name in ["", *figures]:
+        table.add_column(name, justify="right" if name else "left")
+    for label, own in lines.items():
+        table.add_row(label, *(own.get(name, "-") for name in figures))
+    table.add_section()
+    table.add_row("mean", *figures.values(), style="bold")
+    return table
+
+
+def _is_figure(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def lead_figures(summary: Summary) -> dict[str, str]:
+    """Return what a reader asks first, by name: rewards before and after, time, and rate."""
+    num = summary.get("num_held_out")
+    held_out = _change(summary, "greedy_reward_before", "greedy_reward_after")
+    sampled = _change(summary, "sampled_reward_first", "sampled_reward_last")
+    rate = summary.get("tokens_per_s")
+    figures = {
+        f"held-out reward{of_prompts(num)}": held_out,
+        "sampled reward": sampled,
+        "time": f"{minutes(summary['training_s'])}, {summary['num_steps']:,.0f} steps",
+        "tokens/s": None if rate is None else f"{rate:,.0f}",
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _change(summary: Summary, before: str, after: str) -> str | None:
+    """Return two rewards and the gain as text; None if the summary has no such rewards."""
+    if summary.get(before) is None:
+        return None
+    change = RewardChange(summary[before], summary.get(after), None)
+    return str(change) if change.gain is None else f"{change} ({change.gain:+.3f})"
+
+
+def other_figures(summary: Summary) -> dict[str, str]:
+    """Return the remaining figures of a run by name, several to a line. summary.json has them all.
+
+    The trainer's seconds are shown if they are more than a hundredth of the time.
+    """
+    times = {name: summary[f"{name}_s"] for name in TIMES}
+    least_s = summary["training_s"] / 100
+    shown = [f"{name} {minutes(seconds)}" for name, seconds in times.items() if seconds > least_s]
+    engine = [
+        f"{summary['prefilled_tokens']:,} of {summary['prompt_tokens']:,} prompt tokens computed",
+        f"{summary['num_suspends']:,} suspends" if summary["num_suspends"] else "",
+        f"idle {summary['engine_idle_share']:.0%}" if summary["engine_idle_share"] else "",
+    ]
+    staleness = (
+        f"{summary['stale_token_fraction']:.0%} of tokens, at most {summary['max_staleness']:.0f}; "
+        f"{summary['rollouts_across_updates']:,.0f} rollouts across updates"
+    )
+    warmup = ""
+    if "warmup_steps" in summary:
+        warmup = (
+            f"{summary['warmup_steps']:,} steps in {minutes(summary['warmup_s'])}, sampled reward "
+            f"{summary['warmup_sampled_reward']:.3f}"
+        )
+    figures = {
+        "warm-up": warmup,
+        "trainer": ", ".join(shown),
+        "engines": ", ".join(filter(None, engine)),
+        "staleness": staleness if summary["max_staleness"] else "",
+    }
+    return {name: value for name, value in figures.items() if value}
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
