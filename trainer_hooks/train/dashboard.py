@@ -264,10 +264,9 @@ class Dashboard:
         parts = [self._headline(width)]
         if self._notice:
             parts.insert(0, Text(self._notice.ljust(width), style="bold yellow", no_wrap=True))
-        parts += self._warnings(width, is_short)
         if update := self._shown(UPDATE):
             parts.append(_line_of(update, width))
-        parts.append(self._top_row(width, curve_height))
+        parts += [*self._warnings(width, is_short), self._top_row(width, curve_height)]
         if shares := self._with_prefix("timing_share/"):
             step_s = step_seconds(self._recent)
             rates = ["" if step_s is None else f": {step_s:.2f} s", *self._shown(RATES)]

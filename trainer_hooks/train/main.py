@@ -38,13 +38,11 @@ from typing import Any, NoReturn
 import torch
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
-from rich.text import Text
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
-from rollout.set_aside import paths_set_aside
 from rollout.text import as_tokenizer
 from trainer_hooks import (
     AsyncRolloutProducer,
@@ -66,13 +64,12 @@ from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch, watch_step
-from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job
+from trainer_hooks.train.hydra_job import run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
 from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
-    CONFIG_NAME,
     begin_directory,
     locked_run,
     open_logger,
@@ -81,7 +78,14 @@ from trainer_hooks.train.run_files import (
 )
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
-from trainer_hooks.train.summary import answers_table, seeds_table, summarise, summary_table
+from trainer_hooks.train.summary import (
+    answers_table,
+    interrupted_text,
+    outline,
+    seeds_table,
+    summarise,
+    summary_table,
+)
 from trainer_hooks.train.task import Task, producer_options
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
@@ -153,18 +157,6 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         console.print(seeds_table(summaries, f"{settings.title}, {len(summaries)} seeds"))
         report = f"report of all seeds: {write_report(directory)}"
         console.print(report, highlight=False, soft_wrap=True)
-
-
-def interrupted_text(directory: Path) -> str:
-    """Return what an interrupted run has left in `directory`, and how to continue it."""
-    checkpoint = find_checkpoint(directory / "checkpoints")
-    if checkpoint is None:
-        return "interrupted before the first checkpoint; the same command starts over"
-    step = read_trainer_state(checkpoint).step
-    return (
-        f"interrupted; {checkpoint} has the policy after step {step}\n"
-        "run the same command with resume=auto to continue"
-    )
 
 
 def exit_interrupted() -> NoReturn:
@@ -250,8 +242,7 @@ class Run:
             begin_directory(self.directory)
         write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
-        for label, text in self.outline(step):
-            line = Text.assemble((f"{label:<10}", "bold"), text)
+        for line in outline(settings, self.task, len(self.prompts), self.directory, step):
             self.console.print(line, highlight=False, soft_wrap=True)
         with (
             stop_on_interrupt(view.announce) as stop,
@@ -267,35 +258,6 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """Return the figures of the finished run."""
         return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
-
-    def outline(self, resume_step: int | None) -> list[tuple[str, str]]:
-        """Return what the run is about to do, as labels and texts.
-
-        `resume_step`: step of the checkpoint from which it continues; None for a new run.
-        """
-        settings, task = self.settings, self.task
-        model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
-        served = settings.engine.dtype
-        parts = [
-            model.path or "random weights",
-            f"{short_count(task.num_parameters())} parameters",
-            f"LoRA of rank {model.lora.rank}" if model.lora else "",
-            "trained in float32" + f", served in {served}" * (served != "auto"),
-        ]
-        steps = (
-            f"{trainer.num_steps:,} of {algorithm.groups_per_step} groups x "
-            f"{algorithm.group_size} samples, each of up to {algorithm.max_new_tokens:,} tokens"
-        )
-        earlier = ", ".join(str(path) for path in paths_set_aside(self.directory))
-        lines = {
-            "overrides": " ".join(given_overrides()),
-            "model": ", ".join(filter(None, parts)),
-            "prompts": f"{len(self.prompts):,} to train on, {len(task.held_out):,} held out",
-            "steps": steps + ("" if resume_step is None else f"; {resume_step:,} are done"),
-            "files": f"{self.directory} ({CONFIG_NAME} has all settings)",
-            "earlier": earlier,
-        }
-        return [(label, text) for label, text in lines.items() if text]
 
     async def train_from(
         self,
@@ -594,14 +556,6 @@ class Training:
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
-
-
-def short_count(number: int) -> str:
-    """Return a count with three digits, such as 135M or 1.54B."""
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return str(number)
 
 
 def main() -> None:

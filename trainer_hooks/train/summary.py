@@ -1,6 +1,7 @@
-"""The summary of a finished run, computed from its metrics.jsonl alone, and its tables.
+"""What a run says at its start and its end: an outline, and a summary with its tables.
 
-Used by `trainer_hooks.train.main` at the end of each run. Pure functions.
+Used by `trainer_hooks.train.main`. The summary is computed from metrics.jsonl alone. Only reads
+files.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeGuard
 
 from rich.table import Table
 from rich.text import Text
 
+from rollout.set_aside import paths_set_aside
+from trainer_hooks.checkpoint import find_checkpoint, read_trainer_state
 from trainer_hooks.metrics import WARNINGS, run_warnings
 from trainer_hooks.metrics.figures import (
     RewardChange,
@@ -26,9 +30,64 @@ from trainer_hooks.metrics.figures import (
     training_steps,
 )
 from trainer_hooks.metrics.stage_clock import minutes
+from trainer_hooks.train.hydra_job import given_overrides
+from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.run_files import CONFIG_NAME
+from trainer_hooks.train.task import Task
 
 Summary = Mapping[str, Any]  # what `summarise` returns
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
+
+
+def outline(
+    settings: JobSettings, task: Task, num_prompts: int, directory: Path, resume_step: int | None
+) -> list[Text]:
+    """Return lines that say what a run is about to do.
+
+    `num_prompts`: number of training prompts. `directory`: the run's.
+    `resume_step`: step of the checkpoint from which it continues; None for a new run.
+    """
+    model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
+    parts = [
+        model.path or "random weights",
+        f"{short_count(task.num_parameters())} parameters",
+        f"LoRA of rank {model.lora.rank}" if model.lora else "",
+        "trained in float32",
+        "" if settings.engine.dtype == "auto" else f"served in {settings.engine.dtype}",
+    ]
+    steps = (
+        f"{trainer.num_steps:,} of {algorithm.groups_per_step} groups x {algorithm.group_size} "
+        f"samples, each of up to {algorithm.max_new_tokens:,} tokens"
+    )
+    lines = {
+        "overrides": " ".join(given_overrides()),
+        "model": ", ".join(filter(None, parts)),
+        "prompts": f"{num_prompts:,} to train on, {len(task.held_out):,} held out",
+        "steps": steps + ("" if resume_step is None else f"; {resume_step:,} are done"),
+        "files": f"{directory} ({CONFIG_NAME} has all settings)",
+        "earlier": ", ".join(str(path) for path in paths_set_aside(directory)),
+    }
+    return [Text.assemble((f"{name:<10}", "bold"), text) for name, text in lines.items() if text]
+
+
+def short_count(number: int) -> str:
+    """Return a count with three digits, such as 135M or 1.54B."""
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return str(number)
+
+
+def interrupted_text(directory: Path) -> str:
+    """Return what an interrupted run has left in `directory`, and how to continue it."""
+    checkpoint = find_checkpoint(directory / "checkpoints")
+    if checkpoint is None:
+        return "interrupted before the first checkpoint; the same command starts over"
+    step = read_trainer_state(checkpoint).step
+    return (
+        f"interrupted; {checkpoint} has the policy after step {step}\n"
+        "run the same command with resume=auto to continue"
+    )
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
