@@ -1,6 +1,7 @@
 """Make the docs' pictures of a run: the demo in a terminal, its report in a browser.
 
 python scripts/run_pictures.py [overrides of the demo]
+python scripts/run_pictures.py --runs DIR DIR DIR  # only report-runs.png: their report
 
 Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
 folder, reads the screen of its terminal, and writes dashboard.svg, report.png and
@@ -31,6 +32,8 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.text import Text
 
+from trainer_hooks.train.report import write_report
+
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 110, 40
@@ -46,11 +49,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", help="overrides of the demo's settings")
     parser.add_argument("--step", type=int, default=60, help="show the dashboard after this step")
+    parser.add_argument("--runs", nargs="+", help="directories of runs for report-runs.png")
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         raise SystemExit("chromium was not found; it draws the report: install it")
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.runs:
+            page = write_report(*arguments.runs, output=Path(folder) / "report.html")
+            screenshot(browser, page.as_uri(), IMAGES / "report-runs.png", 1100)
+            return
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
         (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")
         report = (run / "report.html").as_uri()

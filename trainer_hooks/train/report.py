@@ -44,10 +44,10 @@ REPORT_NAME = "report.html"
 _MAX_NAME_LENGTH = 100  # of the runs in a file name
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc;
-  --alarm: #b3261e; --alarm-page: #fdecea; }
+  --warning: #b3261e; --warning-page: #fdecea; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444;
-    --alarm: #ffb4ab; --alarm-page: #3a1714; } }
+    --warning: #ffb4ab; --warning-page: #3a1714; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
   padding: 0 1rem; color: var(--text); background: var(--page); }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -62,11 +62,15 @@ th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 .results td { white-space: nowrap; }
 thead th { color: inherit; font-weight: 600; }
 code { font-size: .9em; overflow-wrap: anywhere; }
-.alarms { color: var(--alarm); background: var(--alarm-page); border-left: 4px solid var(--alarm);
-  margin: 1rem 0; padding: .5rem .8rem; list-style: none; overflow-wrap: anywhere; }
+.warnings { color: var(--warning); background: var(--warning-page); margin: 1rem 0;
+  border-left: 4px solid var(--warning); padding: .5rem .8rem; list-style: none;
+  overflow-wrap: anywhere; }
 .note { color: var(--quiet); }
-@media (max-width: 600px) { .what, .what tbody, .what tr, .what th, .what td { display: block; }
-  .what td { padding-bottom: .5rem; } }
+@media (max-width: 600px) {
+  .stacked, .stacked :is(thead, tbody) { display: block; } .results td { white-space: normal; }
+  .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(6.5rem, 1fr)); }
+  .stacked :is(th, td) { min-width: 0; overflow-wrap: anywhere; }
+  .stacked tr > :first-child { grid-column: 1 / -1; padding-top: .4rem; } }
 """
 
 
@@ -121,7 +125,7 @@ def report_page(runs: Sequence[RunResults], directory: Path, title: str | None =
         f"<title>{heading}</title>",
         f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
         f"<h1>{heading}</h1>",
-        _alarms(runs),
+        _warnings_html(runs),
         _results(runs),
         _what_ran(runs, directory),
         f"<nav>{links}</nav>",
@@ -153,7 +157,7 @@ def _title(runs: Sequence[RunResults]) -> str:
 # ---- warnings, results, and what ran
 
 
-def _alarms(runs: Sequence[RunResults]) -> str:
+def _warnings_html(runs: Sequence[RunResults]) -> str:
     """Return a list of the warnings of each seed; "" without one."""
     found = [
         (f"{run.name}, {seed.name}: " if len(_columns(runs)) > 1 else "") + text
@@ -162,7 +166,7 @@ def _alarms(runs: Sequence[RunResults]) -> str:
         for text in warnings_of(seed.rows)
     ]
     items = "".join(f"<li>{text_html(text)}</li>" for text in found)
-    return f'<ul class="alarms">{items}</ul>' if items else ""
+    return f'<ul class="warnings">{items}</ul>' if items else ""
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -199,7 +203,8 @@ def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: 
     )
     if not lines:
         return ""
-    return f'<div class="wide"><table class="{kind}">{head}<tbody>{lines}</tbody></table></div>'
+    size = f'class="{kind}" style="--columns: {len(columns)}"'
+    return f'<div class="wide"><table {size}>{head}<tbody>{lines}</tbody></table></div>'
 
 
 def _results(runs: Sequence[RunResults]) -> str:
@@ -214,7 +219,7 @@ def _results(runs: Sequence[RunResults]) -> str:
         label: [_summed_up([_numbers(seed).get(label) for seed in c.seeds]) for c in columns]
         for label in labels
     }
-    return _table(rows, columns, "results")
+    return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +284,7 @@ def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
     columns = [_Column(run.name, run.seeds) for run in runs]
     cells = [_about(run, directory) for run in runs]
     rows = {label: [own[label] for own in cells] for label in cells[0]}
-    table = _table(rows, columns, "what" if len(runs) == 1 else "")
+    table = _table(rows, columns, "stacked")
     return f"<h2>What ran</h2>{table}" if table else ""
 
 
