@@ -57,7 +57,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.runs:
             page = write_report(*arguments.runs, output=Path(folder) / "report.html")
-            screenshot(browser, page.as_uri(), IMAGES / "report-runs.png", 1100)
+            screenshot(browser, page.as_uri(), IMAGES / "report-runs.png", 1070)
             return
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
         (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")

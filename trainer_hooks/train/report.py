@@ -50,7 +50,7 @@ _PAGE_STYLE = """
     --warning: #ffb4ab; --warning-page: #3a1714; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
   padding: 0 1rem; color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 nav { margin-top: 1rem; } nav a { margin-right: 1rem; } a { color: inherit; }
 .charts { display: grid; gap: 1.4rem 1.2rem;
   grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
@@ -66,6 +66,8 @@ code { font-size: .9em; overflow-wrap: anywhere; }
   border-left: 4px solid var(--warning); padding: .5rem .8rem; list-style: none;
   overflow-wrap: anywhere; }
 .note { color: var(--quiet); }
+.side-by-side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.side-by-side section { flex: 1 1 26rem; min-width: 0; }
 @media (max-width: 600px) {
   .stacked, .stacked :is(thead, tbody) { display: block; } .results td { white-space: normal; }
   .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(6.5rem, 1fr)); }
@@ -107,8 +109,9 @@ def report_page(runs: Sequence[RunResults], directory: Path, title: str | None =
     Several runs have a chart per metric with a line for each run.
     """
     lengths = [[sample_lengths(seed.directory) for seed in run.seeds] for run in runs]
+    is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     samples: list[Sample] = []
-    if len(runs) == 1 and len(runs[0].seeds) == 1:
+    if is_alone:
         samples = shown_samples(runs[0].seeds[0].directory, lengths[0][0])
     sections = {
         "Curves": _grid(curve_charts(runs)),
@@ -126,8 +129,8 @@ def report_page(runs: Sequence[RunResults], directory: Path, title: str | None =
         f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
         f"<h1>{heading}</h1>",
         _warnings_html(runs),
-        _results(runs),
-        _what_ran(runs, directory),
+        f'<div class="{"side-by-side" if is_alone else ""}">',
+        f"<section><h2>Results</h2>{_results(runs)}</section>{_what_ran(runs, directory)}</div>",
         f"<nav>{links}</nav>",
         *(f'<h2 id="{_anchor(name)}">{name}</h2>{text}' for name, text in present.items()),
         f"{SCRIPT}</body></html>\n",
@@ -186,7 +189,7 @@ class _Column:
 def _columns(runs: Sequence[RunResults]) -> list[_Column]:
     """Return a column per run; the single run's seeds if there is only one run."""
     if len(runs) > 1:
-        return [_Column(run.name, run.seeds) for run in runs]
+        return [_Column(run.label, run.seeds) for run in runs]
     return [_Column(seed.name.replace("_", " "), [seed]) for seed in runs[0].seeds]
 
 
@@ -281,11 +284,11 @@ def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
 
 def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
     """Return a table of the command, the versions and the files of each run."""
-    columns = [_Column(run.name, run.seeds) for run in runs]
+    columns = [_Column(run.label, run.seeds) for run in runs]
     cells = [_about(run, directory) for run in runs]
     rows = {label: [own[label] for own in cells] for label in cells[0]}
     table = _table(rows, columns, "stacked")
-    return f"<h2>What ran</h2>{table}" if table else ""
+    return f"<section><h2>What ran</h2>{table}</section>" if table else ""
 
 
 def _about(run: RunResults, directory: Path) -> dict[str, str]:
@@ -293,12 +296,12 @@ def _about(run: RunResults, directory: Path) -> dict[str, str]:
     start = run.seeds[0].last_start
     versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
     num_ranks = start.get("num_ranks", 1)
-    began = start.get("time", "")
+    began = start.get("time", "").replace("T", " ")
     if (num_starts := len(run.seeds[0].starts)) > 1:
         step = start[TRAINER_STEP]
         began += f", start {num_starts}, from step {step:,}"
     return {
-        "trains": text_html(start.get("title", "")),
+        "algorithm, data": text_html(start.get("title", "")),
         "model": text_html(start.get("model", "")),
         "command": _code(start.get("command", "")),
         "overrides": "<br/>".join(map(_code, start.get("overrides", []))),
