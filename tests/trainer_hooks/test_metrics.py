@@ -4,7 +4,6 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from rollout.errors import ConfigError
 from rollout.telemetry import MetricsWriter
-from tests.trainer_hooks.fakes import finished_request
+from tests.trainer_hooks.fakes import FakeWandbRun, finished_request
 from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.metrics import (
     JsonlWriter,
@@ -21,24 +20,6 @@ from trainer_hooks.metrics import (
     rollout_metrics,
 )
 from trainer_hooks.metrics.wandb_run import declare_axes
-
-
-class FakeWandbRun:
-    """Records the calls of a wandb run."""
-
-    def __init__(self) -> None:
-        self.axes: dict[str, str | None] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.exit_code: int | None = None
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, data: dict[str, Any]) -> None:
-        self.rows.append(data)
-
-    def finish(self, exit_code: int | None = None) -> None:
-        self.exit_code = exit_code
 
 
 def test_rollout_metrics_by_hand() -> None:

@@ -191,6 +191,21 @@ def test_report_says_what_ran_and_links_to_its_settings(tmp_path: Path) -> None:
     assert "GRPO, sums, seed 0" in words(page)
 
 
+def test_report_begins_with_the_warnings_of_each_seed(tmp_path: Path) -> None:
+    text = "step 2: every group scored 0.000; a sample ends <|im_end|>"
+    rows = metric_rows(2)
+    rows[-1]["warnings"] = {"same_scores": text}
+    page = page_of(tmp_path / "sums" / "seed_0", rows)
+    sentence = "in 1 of 2 steps every group scored the same: nothing was learned from the reward"
+    (shown,) = (e for e in parsed(page).iter("ul") if e.get("class") == "warnings")
+    assert [item.text for item in shown] == [sentence, text]
+    assert page.index(sentence) < page.index("Results")
+    write_run(tmp_path / "sums" / "seed_1")
+    both = write_report(tmp_path / "sums").read_text()
+    assert f"sums, seed_0: {sentence}" in words(both)
+    assert "seed_1: in" not in words(both)
+
+
 def test_report_of_several_seeds_draws_their_mean_and_range(tmp_path: Path) -> None:
     for seed, gain in enumerate((0.1, 0.2, 0.3)):
         write_run(tmp_path / "sums" / f"seed_{seed}", metric_rows(4, gain))

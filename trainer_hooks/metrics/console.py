@@ -15,6 +15,7 @@ from rollout.extras import extra_needed
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.figures import STEP_S, WINDOW_STEPS, step_seconds
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.metrics.step_warnings import WarningFilter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,6 +59,7 @@ class ProgressView:
         self._last_step: int | None = None
         self._latest: dict[str, Any] = {}
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._warnings = WarningFilter()
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
         """End the bar, if any, and begin one of `num_steps` that follows the metric `step_name`."""
@@ -88,13 +90,19 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics. A row without the stage's step only updates the values."""
+        """Show one row of metrics, and print its warnings in red.
+
+        A row without the stage's step only updates the values.
+        """
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])
             for name in self._columns
             if self._latest.get(name) is not None
         )
+        for text in self._warnings.due(metrics).values():
+            # The bar's console is this one, and prints above the bar.
+            self._console.print(text, style="bold red", markup=False, highlight=False)
         step = metrics.get(self._step_name)
         if step:
             if STEP_S in metrics:

@@ -73,12 +73,13 @@ def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(metrics), default=str) + "\n"
+    return json.dumps(finite(metrics), default=str) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return `value` with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

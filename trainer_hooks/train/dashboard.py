@@ -36,6 +36,7 @@ from trainer_hooks.metrics.figures import (
 )
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.metrics.step_warnings import WARNINGS
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train.charts import (
     EngineRates,
@@ -150,8 +151,10 @@ class Dashboard:
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
-        has any. A row lacks those that are 0.
+        has any. A row lacks those that are 0. A training step's row also replaces the warnings.
         """
+        if "reward" in metrics:
+            self._latest.pop(WARNINGS, None)
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
         groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
         for name in [n for n in self._latest if n.startswith(tuple(groups))]:
@@ -204,7 +207,11 @@ class Dashboard:
         shown.
         """
         is_short = height is not None and height < _SHORT_LINES
-        parts = [self._headline(width), self._top_row(width, 3 if is_short else 6)]
+        parts = [
+            self._headline(width),
+            *self._warnings(width, is_short),
+            self._top_row(width, 3 if is_short else 6),
+        ]
         if shares := self._with_prefix("timing_share/"):
             step_s = step_seconds(self._recent)
             seconds = "" if step_s is None else f": {step_s:.2f} s"
@@ -225,6 +232,14 @@ class Dashboard:
             if num_left >= MIN_LINES:
                 parts.append(_panel("samples", FittedSamples(self._samples, num_left)))
         return Group(*parts)
+
+    def _warnings(self, width: int, is_short: bool) -> list[Text]:
+        """Return the warnings of the latest training step, cut to three lines if `is_short`."""
+        texts = [Text(t, style="bold red") for t in self._latest.get(WARNINGS, {}).values()]
+        for text in texts if is_short else ():
+            # Words are not broken, so a line may hold some cells less than `width`.
+            text.truncate(max(3 // len(texts), 1) * (width - 5), overflow="ellipsis")
+        return texts
 
     def _top_row(self, width: int, curve_height: int) -> RenderableType:
         """Return the curve of the reward, with the ages of the tokens beside it."""

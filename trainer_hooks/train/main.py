@@ -27,7 +27,8 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
+from rollout.text import as_tokenizer
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -56,12 +58,14 @@ from trainer_hooks import (
 )
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.metrics.jsonl import finite
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch_step
 from trainer_hooks.train.hydra_job import run_hydra_job
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
+from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
     begin_directory,
@@ -131,6 +135,8 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
             console.print("interrupted; run the same command with resume=auto to continue")
             sys.exit(INTERRUPTED_EXIT_CODE)
         console.print(summary_table(summaries[-1:], settings.title))
+        for text in summaries[-1][metrics.WARNINGS]:
+            console.print(text, style="bold red", highlight=False)
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
@@ -143,8 +149,12 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
 
 
 def run_seed(
-    directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
-) -> dict[str, float]:
+    directory: Path,
+    settings: JobSettings,
+    seed: int,
+    ranks: TrainerRanks = ALONE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """Run one seed in `directory`: warm-up, and training between two evaluations. Returns its
     summary.
 
@@ -154,23 +164,32 @@ def run_seed(
     """
     with locked_run(directory):
         try:
-            asyncio.run(Run(directory, settings, seed, ranks).run())
+            run = Run(directory, settings, seed, ranks, clock)
+            asyncio.run(run.run())
         finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
                 write_report(directory)
-        rows = metrics.read_jsonl(directory / "metrics.jsonl")
-        summary = summarise(rows, seed)
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        summary = run.summary()
+        (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
 
 
 class Run:
-    """One run of the job: its directory, settings, seed and data, and how to start its parts."""
+    """One run of the job: its directory, settings, seed and data, and how to start its parts.
+
+    `clock`: returns seconds, for the times of steps and the time left.
+    """
 
     def __init__(
-        self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+        self,
+        directory: Path,
+        settings: JobSettings,
+        seed: int,
+        ranks: TrainerRanks = ALONE,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.settings, self.seed, self.ranks = directory, settings, seed, ranks
+        self.clock = clock
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
         self.task = Task(
@@ -195,7 +214,7 @@ class Run:
 
         Otherwise renames an earlier run's directory and begins a new run.
         """
-        settings, view = self.settings, Dashboard(self.console)
+        settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
         if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
@@ -211,6 +230,11 @@ class Run:
             else:
                 view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
             await self.train_from(checkpoint, view, logger, stop)
+            logger.log_summary(self.summary())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the finished run."""
+        return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
 
     async def train_from(
         self,
@@ -240,7 +264,7 @@ class Run:
             async with self.engines(learner, versions) as llm:
                 if state.step == 0:
                     logger.log(await self.evaluate(llm, step=0), step=0, version=0)
-                account = metrics.TimeAccount()
+                account = metrics.TimeAccount(self.clock)
                 async with (
                     self.producer(llm, state) as producer,
                     watch_step(view, llm, producer, account),
@@ -402,7 +426,7 @@ class Training:
 
     async def steps(
         self, step: int, stop: threading.Event
-    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
+    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, Any]]]:
         """Train from `step` to the last step. Yields each step's number, batch and metrics.
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
@@ -413,7 +437,7 @@ class Training:
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
         weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
-        use = metrics.EngineUse(max(settings.num_engines, 1))
+        use = metrics.EngineUse(max(settings.num_engines, 1), self.run.clock)
         while step < trainer.num_steps:
             if stop.is_set():
                 self.save(step)
@@ -438,12 +462,22 @@ class Training:
                 num_trained_tokens=int(trained["train/num_tokens"]),
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
-            yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            row = {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            yield step, batch, self.with_warnings(step, batch, row)
             # After the row is written, so that a resumed run finds a row for each finished step.
             # The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
+
+    def with_warnings(
+        self, step: int, batch: TrainingBatch, row: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return the step's row, with warnings if the step taught nothing."""
+        settings, tokenizer = self.run.settings, as_tokenizer(self.run.task.tokenizer)
+        success_reward = settings.trainer.evaluation.success_reward
+        found = step_warnings(step, row, batch, settings.algorithm, tokenizer, success_reward)
+        return {**row, metrics.WARNINGS: found} if found else row
 
     async def next_batch(self) -> TrainingBatch:
         """Return the producer's next batch.

@@ -26,6 +26,7 @@ from trainer_hooks.files import replace_text
 from trainer_hooks.metrics import figures
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.stage_clock import minutes
+from trainer_hooks.metrics.step_warnings import WARNINGS, run_warnings
 from trainer_hooks.train.plots import write_figure
 from trainer_hooks.train.report_charts import curve_charts, evaluation_charts, share_charts
 from trainer_hooks.train.report_samples import (
@@ -173,9 +174,9 @@ def _warnings_html(runs: Sequence[RunResults]) -> str:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the warnings of a whole run, and those of its last step that has one."""
-    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get("warnings"))), {})
-    return [*last.values()]
+    """Return how often a run had each kind of warning, and the texts of the last step with one."""
+    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get(WARNINGS))), {})
+    return [*run_warnings(rows), *last.values()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from trainer_hooks.metrics import WARNINGS, run_warnings
 from trainer_hooks.metrics.figures import (
     held_out_reward,
     sampled_reward,
@@ -38,7 +39,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     share their prompt. Suspends, and the memory that they released, are counted after the first
     step.
     Seconds are the trainer's. In `wait_s` it waits for engines that run beside it, whose idle time
-    is `engine_idle_share`.
+    is `engine_idle_share`. `warnings` has a sentence for each kind of warning of the steps.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = training_steps(rows)
@@ -88,6 +89,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
         "training_s": total_seconds(steps),
         **{f"{name}_s": seconds(name) for name in TIMES},
         "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
+        WARNINGS: run_warnings(rows),
     }
 
 
@@ -103,7 +105,7 @@ def summary_table(summaries: Sequence[Mapping[str, Any]], title: str) -> Table:
     for summary in summaries:
         table.add_column(f"seed {summary['seed']}", justify="right")
     for name in dict.fromkeys(name for summary in summaries for name in summary):
-        if name != "seed":
+        if name not in ("seed", WARNINGS):
             table.add_row(name, *(_cell(summary.get(name)) for summary in summaries))
     return table
 
