@@ -214,8 +214,13 @@ def test_report_of_several_seeds_draws_their_mean_and_range(tmp_path: Path) -> N
     assert shown_values(page, "reward")["sampled"]["step 4"] == "0.8 (0.4 to 1.2)"
     assert "mean of 3 seeds; band: lowest to highest" in words(page)
     assert 'class="range fill0"' in page
-    assert [row[1].text for row in parsed(page).iter("tr")][:1] == ["seed 0"]
-    assert "0.150 → 0.350" in words(page), "each seed has a column"
+    head, first, *_ = parsed(page).iter("tr")
+    assert [cell.text for cell in head[1:]] == [
+        "mean of 3 seeds (range)",
+        *(f"seed {seed}" for seed in range(3)),
+    ]
+    assert first[1].text == "0.100 (n=64)"
+    assert "0.300 (0.150 to 0.450) → 0.700 (0.350 to 1.050)" in words(page)
 
 
 def test_rollout_report_of_several_runs_draws_them_over_each_other(

@@ -188,10 +188,12 @@ class _Column:
 
 
 def _columns(runs: Sequence[RunResults]) -> list[_Column]:
-    """Return a column per run; the single run's seeds if there is only one run."""
+    """Return a column per run; if there is only one, a column per seed, after one of all seeds."""
     if len(runs) > 1:
         return [_Column(run.label, run.seeds) for run in runs]
-    return [_Column(seed.name.replace("_", " "), [seed]) for seed in runs[0].seeds]
+    seeds = runs[0].seeds
+    every = [_Column(f"mean of {len(seeds)} seeds (range)", seeds)] if len(seeds) > 1 else []
+    return [*every, *(_Column(seed.name.replace("_", " "), [seed]) for seed in seeds)]
 
 
 def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: str) -> str:
@@ -214,11 +216,9 @@ def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: 
 def _results(runs: Sequence[RunResults]) -> str:
     """Return a table of the results of each run, or of each seed of a single run."""
     columns = _columns(runs)
-    if not any(seed.steps for column in columns for seed in column.seeds):
+    if not any(seed.steps for run in runs for seed in run.seeds):
         return '<p class="note">No training step is in the metrics.</p>'
-    labels = dict.fromkeys(
-        label for column in columns for seed in column.seeds for label in _numbers(seed)
-    )
+    labels = dict.fromkeys(label for run in runs for seed in run.seeds for label in _numbers(seed))
     rows = {
         label: [_summed_up([_numbers(seed).get(label) for seed in c.seeds]) for c in columns]
         for label in labels
