@@ -146,7 +146,7 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
             exit_interrupted()
         console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
         for text in summaries[-1][metrics.WARNINGS]:
-            console.print(Text(text, style="bold red"), soft_wrap=True)
+            console.print(text, style="bold red", highlight=False, soft_wrap=True)
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
