@@ -270,7 +270,8 @@ class Dashboard:
         if shares := self._with_prefix("timing_share/"):
             step_s = step_seconds(self._recent)
             rates = ["" if step_s is None else f": {step_s:.2f} s", *self._shown(RATES)]
-            bar = share_bar(shares, width - _FRAME_WIDTH)
+            # Smaller shares would take a second line of the legend.
+            bar = share_bar(shares, width - _FRAME_WIDTH, 0.02 if is_short else 0.005)
             parts.append(_panel("time of a step" + ", ".join(rates), bar))
         num_engines = None if height is None else max(height // 6, 1)
         counts = self._producer_counts()
@@ -304,26 +305,23 @@ class Dashboard:
     def _headline(self, width: int) -> RenderableType:
         """Return two lines: steps and weights version; the next batch's samples and the time."""
         step, version = self._latest.get(self._step_name, 0), self._latest.get(ROLLOUT_VERSION)
-        table = Table.grid(expand=True, padding=(0, 2))
-        table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 4, _TITLE_WIDTH))
+        steps = Text(f"step {step}/{self._num_steps}" if self._num_steps else f"step {step}")
+        versions = Text("" if version is None else f"weights version {version}")
+        done, wanted = self._progress or (0, 0)
+        samples = Text(f"{done:,} of {wanted:,} samples" if wanted else "", style="cyan")
+        times = Text(self._stage_clock.text(), style="dim")
+        gap, columns = 2, ((steps, samples), (versions, times))
+        num_right = sum(max(text.cell_len for text in column) for column in columns)
+        title_width = max(width - num_right - _BAR_WIDTH - 3 * gap, _TITLE_WIDTH)
+        table = Table.grid(expand=True, padding=(0, gap))
+        table.add_column(no_wrap=True, overflow="ellipsis", max_width=title_width)
         table.add_column(ratio=1, min_width=_BAR_WIDTH)
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_column(no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(total=self._num_steps, completed=step) if self._num_steps else Text()
-        table.add_row(
-            Text(self._title, style="bold"),
-            bar,
-            f"step {step}/{self._num_steps}" if self._num_steps else f"step {step}",
-            "" if version is None else f"weights version {version}",
-        )
-        times = Text(self._stage_clock.text(), style="dim")
-        done, wanted = self._progress or (0, 0)
-        table.add_row(
-            Text(self._activity, style="cyan"),
-            ProgressBar(total=wanted, completed=done, complete_style="cyan") if wanted else "",
-            Text(f"{done:,} of {wanted:,} samples" if wanted else "", style="cyan"),
-            times,
-        )
+        table.add_row(Text(self._title, style="bold"), bar, steps, versions)
+        bar = ProgressBar(total=wanted, completed=done, complete_style="cyan") if wanted else Text()
+        table.add_row(Text(self._activity, style="cyan"), bar, samples, times)
         return table
 
     def _reward_chart(self, width: int, height: int) -> RenderableType:

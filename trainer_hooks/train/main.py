@@ -82,7 +82,9 @@ from trainer_hooks.train.summary import (
     answers_table,
     interrupted_text,
     outline,
+    print_outline,
     seeds_table,
+    shown_path,
     summarise,
     summary_table,
 )
@@ -144,18 +146,20 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         except KeyboardInterrupt:
             console.print(interrupted_text(run_directory), highlight=False, soft_wrap=True)
             exit_interrupted()
-        console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
-        for text in summaries[-1][metrics.WARNINGS]:
-            console.print(text, style="bold red", highlight=False, soft_wrap=True)
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
+        # Last, where a reader of a terminal looks.
+        console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
+        for text in summaries[-1][metrics.WARNINGS]:
+            console.print(text, style="bold red", highlight=False)
         policy = find_checkpoint(run_directory / "checkpoints")
-        for line in (f"policy: {policy}", f"report: {run_directory / REPORT_NAME}"):
-            console.print(line, highlight=False, soft_wrap=True)
+        for name, path in {"policy": policy, "report": run_directory / REPORT_NAME}.items():
+            if path is not None:
+                console.print(f"{name}: {shown_path(path)}", highlight=False, soft_wrap=True)
     if len(summaries) > 1:
         console.print(seeds_table(summaries, f"{settings.title}, {len(summaries)} seeds"))
-        report = f"report of all seeds: {write_report(directory)}"
+        report = f"report of all seeds: {shown_path(write_report(directory))}"
         console.print(report, highlight=False, soft_wrap=True)
 
 
@@ -242,8 +246,8 @@ class Run:
             begin_directory(self.directory)
         write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
-        for line in outline(settings, self.task, len(self.prompts), self.directory, step):
-            self.console.print(line, highlight=False, soft_wrap=True)
+        plan = outline(settings, self.task, len(self.prompts), self.directory, step)
+        print_outline(plan, self.console)
         with (
             stop_on_interrupt(view.announce) as stop,
             open_logger(self.directory, settings, view, step) as logger,

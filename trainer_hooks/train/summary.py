@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeGuard
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -36,13 +37,14 @@ from trainer_hooks.train.run_files import CONFIG_NAME
 from trainer_hooks.train.task import Task
 
 Summary = Mapping[str, Any]  # what `summarise` returns
+_ANSWER_CHARACTERS = 160  # characters of a text in the table of answers
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
 def outline(
     settings: JobSettings, task: Task, num_prompts: int, directory: Path, resume_step: int | None
-) -> list[Text]:
-    """Return lines that say what a run is about to do.
+) -> dict[str, str]:
+    """Return what a run is about to do, by name.
 
     `num_prompts`: number of training prompts. `directory`: the run's.
     `resume_step`: step of the checkpoint from which it continues; None for a new run.
@@ -64,10 +66,30 @@ def outline(
         "model": ", ".join(filter(None, parts)),
         "prompts": f"{num_prompts:,} to train on, {len(task.held_out):,} held out",
         "steps": steps + ("" if resume_step is None else f"; {resume_step:,} are done"),
-        "files": f"{directory} ({CONFIG_NAME} has all settings)",
-        "earlier": ", ".join(str(path) for path in paths_set_aside(directory)),
+        "files": f"{shown_path(directory)} ({CONFIG_NAME} has all settings)",
+        "earlier": ", ".join(str(shown_path(path)) for path in paths_set_aside(directory)),
     }
-    return [Text.assemble((f"{name:<10}", "bold"), text) for name, text in lines.items() if text]
+    return {name: text for name, text in lines.items() if text}
+
+
+def print_outline(lines: Mapping[str, str], console: Console) -> None:
+    """Print the lines of `outline`, in two columns. A file gets each in one line."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in lines.items():
+        label = Text(f"{name:<9}", style="bold")
+        table.add_row(label, Text(text))
+        if not console.is_terminal:
+            console.print(label, Text(text), sep="  ", soft_wrap=True)
+    if console.is_terminal:
+        console.print(table)
+
+
+def shown_path(path: Path) -> Path:
+    """Return `path` from the working directory on, if it is in there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def short_count(number: int) -> str:
@@ -83,10 +105,10 @@ def interrupted_text(directory: Path) -> str:
     checkpoint = find_checkpoint(directory / "checkpoints")
     if checkpoint is None:
         return "interrupted before the first checkpoint; the same command starts over"
-    step = read_trainer_state(checkpoint).step
     return (
-        f"interrupted; {checkpoint} has the policy after step {step}\n"
-        "run the same command with resume=auto to continue"
+        f"interrupted; the checkpoint of step {read_trainer_state(checkpoint).step} is kept\n"
+        "continue: the same command with resume=auto\n"
+        f"policy: {shown_path(checkpoint)}"
     )
 
 
@@ -251,11 +273,19 @@ def other_figures(summary: Summary) -> dict[str, str]:
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of held-out problems with the greedy answers of the first and last row."""
+    """Return a table of held-out problems with the greedy answers of the first and last row.
+
+    Of long texts the end is shown, which asks the question or gives the answer.
+    """
     table = Table(title="greedy answers to held-out problems", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)
     for before, after in zip(rows[0]["answers"], rows[-1]["answers"], strict=True):
-        cells = (before["prompt"].strip(), before["answer"].strip(), after["answer"].strip())
-        table.add_row(*(Text(cell) for cell in cells))
+        cells = (before["prompt"], before["answer"], after["answer"])
+        table.add_row(*(Text(_end_of(cell)) for cell in cells))
     return table
+
+
+def _end_of(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _ANSWER_CHARACTERS else f"... {text[-_ANSWER_CHARACTERS:]}"

@@ -66,8 +66,8 @@ def test_ctrl_c_is_acknowledged_at_once_and_stops_after_the_step(tmp_path: Path)
     assert job.exit_code() == INTERRUPTED_EXIT_CODE
     shown, step = output.read_text(), last_saved(run)
     assert step in (1, 2)
-    assert f"step_{step:06} has the policy after step {step}" in shown.replace("\n", "")
-    assert "resume=auto" in shown
+    assert f"the checkpoint of step {step} is kept" in shown
+    assert f"policy: outputs/train/demo/seed_0/checkpoints/step_{step:06}\n" in shown
     assert [
         row["trainer/step"] for row in read_jsonl(run / "metrics.jsonl") if "reward" in row
     ] == [*range(1, step + 1)]
@@ -84,7 +84,7 @@ def test_second_ctrl_c_stops_within_the_step_and_keeps_the_last_checkpoint(tmp_p
         job.interrupt()
         assert job.exit_code() == INTERRUPTED_EXIT_CODE
         assert STOPPING_NOW in terminal.text
-        assert "has the policy after step 1" in terminal.text.replace("\r\n", "")
+        assert "the checkpoint of step 1 is kept" in terminal.text
     checkpoint = find_checkpoint(run / "checkpoints")
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
     assert "Curves" in (run / "report.html").read_text()

@@ -270,11 +270,11 @@ def test_run_that_starts_over_renames_the_earlier_directory_and_names_it(
     assert (tmp_path / "seed_0.previous-2" / "note").read_text() == "second"
     assert find_checkpoint(tmp_path / "seed_0.previous" / "checkpoints") is not None
     for line in (
-        "model     random weights, 2.11k parameters, trained in float32, served in float32",
-        "prompts   50,000 to train on, 4 held out",
-        "steps     1 of 4 groups x 3 samples, each of up to 30 tokens",
-        f"files     {directory} (config.yaml has all settings)",
-        f"earlier   {directory}.previous, {directory}.previous-2",
+        "model      random weights, 2.11k parameters, trained in float32, served in float32",
+        "prompts    50,000 to train on, 4 held out",
+        "steps      1 of 4 groups x 3 samples, each of up to 30 tokens",
+        f"files      {directory} (config.yaml has all settings)",
+        f"earlier    {directory}.previous, {directory}.previous-2",
     ):
         assert line in shown.splitlines(), shown
     assert "block_size_tokens" not in shown, "the whole config is in config.yaml"
