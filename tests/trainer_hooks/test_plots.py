@@ -63,7 +63,7 @@ def test_write_figure_of_several_runs_names_them_in_the_legend(tmp_path: Path) -
 
 @needs("matplotlib")
 def test_write_figure_writes_pdf_with_text_as_text_and_png(tmp_path: Path) -> None:
-    pdf = write_figure([run_of("sums", 0.1)], tmp_path / "reward.pdf").read_bytes()
+    pdf = write_figure([run_of("sums", 0.1)], tmp_path / "new" / "reward.pdf").read_bytes()
     assert pdf.startswith(b"%PDF-")
     assert b"/Type3" not in pdf
     png = write_figure([run_of("sums", 0.1)], tmp_path / "reward.png").read_bytes()

@@ -172,26 +172,38 @@ def test_report_says_what_ran_and_links_to_its_settings(tmp_path: Path) -> None:
     (seed / "config.yaml").write_text("seed: 0\n")
     page = write_report(seed, output=tmp_path / "pages" / "own.html").read_text()
     about = {row[0].text: "".join(row[1].itertext()) for row in parsed(page).iter("tr")}
-    assert (
-        about | start
-        == about
-        | {
-            "trains": "GRPO, sums",
-            "model": "models/<tiny>",
-            "command": start["command"],
-            "overrides": "data.path=a & b.jsonl",
-            "versions": "rollout 1.2, torch 2.13",
-            "commit": "0123abc-dirty",
-            "started": "2026-01-02, start 2, from step 1",
-            "Weights & Biases": "https://wandb.ai/me/sums/runs/<1>",
-            "settings": "config.yaml",
-        }
-        | start
-    )
+    expected = {
+        "algorithm, data": "GRPO, sums",
+        "model": "models/<tiny>",
+        "command": "rollout train data.path='a & b.jsonl'",
+        "overrides": "data.path=a & b.jsonl",
+        "versions": "rollout 1.2, torch 2.13",
+        "commit": "0123abc-dirty",
+        "started": "2026-01-02, start 2, from step 1",
+        "Weights & Biases": "https://wandb.ai/me/sums/runs/<1>",
+        "settings": "config.yaml",
+    }
+    assert about | expected == about
+    assert "ranks of torchrun" not in about
     links = [link.attrib["href"] for link in parsed(page).iter("a")]
     assert "../sums%20%26%20more/seed_0/config.yaml" in links
     assert "https://wandb.ai/me/sums/runs/<1>" in links
     assert "GRPO, sums, seed 0" in words(page)
+
+
+def test_report_begins_with_the_warnings_of_each_seed(tmp_path: Path) -> None:
+    text = "step 2: every group scored 0.000; a sample ends <|im_end|>"
+    rows = metric_rows(2)
+    rows[-1]["warnings"] = {"same_scores": text}
+    page = page_of(tmp_path / "sums" / "seed_0", rows)
+    sentence = "in 1 of 2 steps every group scored the same: nothing was learned from the reward"
+    (shown,) = (e for e in parsed(page).iter("ul") if e.get("class") == "warnings")
+    assert [item.text for item in shown] == [sentence, text]
+    assert page.index(sentence) < page.index("Results")
+    write_run(tmp_path / "sums" / "seed_1")
+    both = write_report(tmp_path / "sums").read_text()
+    assert f"sums, seed_0: {sentence}" in words(both)
+    assert "seed_1: in" not in words(both)
 
 
 def test_report_of_several_seeds_draws_their_mean_and_range(tmp_path: Path) -> None:
@@ -202,8 +214,13 @@ def test_report_of_several_seeds_draws_their_mean_and_range(tmp_path: Path) -> N
     assert shown_values(page, "reward")["sampled"]["step 4"] == "0.8 (0.4 to 1.2)"
     assert "mean of 3 seeds; band: lowest to highest" in words(page)
     assert 'class="range fill0"' in page
-    assert [row[1].text for row in parsed(page).iter("tr")][:1] == ["seed 0"]
-    assert "0.150 → 0.350" in words(page), "each seed has a column"
+    head, first, *_ = parsed(page).iter("tr")
+    assert [cell.text for cell in head[1:]] == [
+        "mean of 3 seeds (range)",
+        *(f"seed {seed}" for seed in range(3)),
+    ]
+    assert first[1].text == "0.100 (n=64)"
+    assert "0.300 (0.150 to 0.450) → 0.700 (0.350 to 1.050)" in words(page)
 
 
 def test_rollout_report_of_several_runs_draws_them_over_each_other(

@@ -106,7 +106,9 @@ class ProgressView:
         ).replace("  (", " (")
         for text in self._warnings.due(metrics).values():
             # The bar's console is this one, and prints above the bar.
-            self._console.print(text, style="bold red", markup=False, highlight=False)
+            self._console.print(
+                text, style="bold red", markup=False, highlight=False, soft_wrap=True
+            )
         step = metrics.get(self._step_name)
         if step:
             if STEP_S in metrics:

@@ -225,8 +225,8 @@ class GroupPool(ABC):
         if self.counts["reward_failed"]:
             cause = self._maker.last_reward_error
             of_failed = f" (the reward function's last error was {cause!r})"
-        elif self.counts["failed"] and cause is not None:
-            of_failed = f" (the last request's error was {cause!r})"
+        elif self.counts["failed"]:
+            of_failed = f" (the last one: {self._maker.last_failure})"
         error = ProducerError(
             f"a batch of {self._rules.num_groups} groups needed more than max_refills="
             f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from trainer_hooks.losses.advantages import has_reward_spread
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
+
+logger = logging.getLogger(__name__)
 
 
 class GeneratesAsync(Protocol):
@@ -160,6 +163,7 @@ class GroupMaker:
     epoch, attempt), and `generate` mixes in the sample's index. A prompt whose group grew too old
     gets later attempt numbers: with equal seeds its new group would be equally slow.
     `last_request_error`: the latest error of a failed request; None without one.
+    `last_failure`: why the latest prompt failed in all its attempts; None if none did.
     """
 
     def __init__(
@@ -180,6 +184,8 @@ class GroupMaker:
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
         self.last_request_error: BaseException | None = None
+        self.last_failure: str | None = None
+        self._num_failed = 0
 
     @property
     def last_reward_error(self) -> BaseException | None:
@@ -210,7 +216,22 @@ class GroupMaker:
                 return None
             if len(group.valid_rewards) >= self._min_valid_samples:
                 return group
+        self._record_failure(ticket, group)
         return None
+
+    def _record_failure(self, ticket: PromptTicket, group: ScoredGroup) -> None:
+        """Keep why a prompt failed, whose last attempt was `group`. Logs the 1st, 10th, ... one."""
+        pairs = zip(group.rollouts, group.rewards, strict=True)
+        failed = next(rollout for rollout, reward in pairs if math.isnan(reward))
+        self.last_failure = failed.error or "the reward was None or NaN"
+        self._num_failed += 1
+        if str(self._num_failed).rstrip("0") == "1":
+            logger.warning(
+                "prompt %d is left out (%d so far): %d of its %d samples have a reward after "
+                "max_attempts=%d, fewer than min_valid_samples=%d; the first without one: %s",
+                ticket.index, self._num_failed, len(group.valid_rewards), len(group.rewards),
+                self._max_attempts, self._min_valid_samples, self.last_failure,
+            )  # fmt: skip
 
     async def _attempt(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
+from trainer_hooks.files import replace_file
 from trainer_hooks.train.report_charts import LABELS
 from trainer_hooks.train.run_results import RunResults, band_note, metric_names, num_prompts
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
@@ -39,9 +40,10 @@ def write_figure(
 ) -> Path:
     """Draw metrics of the runs over their steps, as one panel, and return `path`.
 
-    `path`: a .pdf, .svg or .png file, which is replaced. `metrics`: None for DEFAULT_METRICS, of
-    several runs only the first of them. `title`: None for none. Raises ConfigError for another kind
-    of file, for a metric that a run lacks, and if matplotlib is missing.
+    `path`: a .pdf, .svg or .png file, which is replaced; its directory is made. `metrics`: None for
+    DEFAULT_METRICS, of several runs only the first of them. `title`: None for none. Raises
+    ConfigError for another kind of file, for a metric that a run lacks, and if matplotlib is
+    missing.
     """
     if path.suffix not in _METADATA:
         raise ConfigError(f"{path} is no kind of figure; name a file in {', '.join(_METADATA)}")
@@ -83,7 +85,8 @@ def write_figure(
         if len(axes.lines) > 1 or band_note(runs):  # above the panel, where it hides no curve
             place: dict[str, Any] = {"loc": "outside upper left", "ncols": 2, "frameon": False}
             figure.legend(title=band_note(runs) or None, alignment="left", **place)
-        figure.savefig(path, dpi=200, metadata=_METADATA[path.suffix])
+        own = {"format": path.suffix[1:], "dpi": 200, "metadata": _METADATA[path.suffix]}
+        replace_file(path, lambda staging: figure.savefig(staging, **own))
     return path
 
 

@@ -26,6 +26,7 @@ from trainer_hooks.files import replace_text
 from trainer_hooks.metrics import figures
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.stage_clock import minutes
+from trainer_hooks.metrics.step_warnings import WARNINGS, run_warnings
 from trainer_hooks.train.plots import write_figure
 from trainer_hooks.train.report_charts import curve_charts, evaluation_charts, share_charts
 from trainer_hooks.train.report_samples import (
@@ -44,13 +45,13 @@ REPORT_NAME = "report.html"
 _MAX_NAME_LENGTH = 100  # of the runs in a file name
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc;
-  --alarm: #b3261e; --alarm-page: #fdecea; }
+  --warning: #b3261e; --warning-page: #fdecea; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444;
-    --alarm: #ffb4ab; --alarm-page: #3a1714; } }
+    --warning: #ffb4ab; --warning-page: #3a1714; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
   padding: 0 1rem; color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 nav { margin-top: 1rem; } nav a { margin-right: 1rem; } a { color: inherit; }
 .charts { display: grid; gap: 1.4rem 1.2rem;
   grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
@@ -62,11 +63,17 @@ th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
 .results td { white-space: nowrap; }
 thead th { color: inherit; font-weight: 600; }
 code { font-size: .9em; overflow-wrap: anywhere; }
-.alarms { color: var(--alarm); background: var(--alarm-page); border-left: 4px solid var(--alarm);
-  margin: 1rem 0; padding: .5rem .8rem; list-style: none; overflow-wrap: anywhere; }
+.warnings { color: var(--warning); background: var(--warning-page); margin: 1rem 0;
+  border-left: 4px solid var(--warning); padding: .5rem .8rem; list-style: none;
+  overflow-wrap: anywhere; }
 .note { color: var(--quiet); }
-@media (max-width: 600px) { .what, .what tbody, .what tr, .what th, .what td { display: block; }
-  .what td { padding-bottom: .5rem; } }
+.side-by-side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.side-by-side section { flex: 1 1 26rem; min-width: 0; }
+@media (max-width: 600px) {
+  .stacked, .stacked :is(thead, tbody) { display: block; } .results td { white-space: normal; }
+  .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(6.5rem, 1fr)); }
+  .stacked :is(th, td) { min-width: 0; overflow-wrap: anywhere; }
+  .stacked tr > :first-child { grid-column: 1 / -1; padding-top: .4rem; } }
 """
 
 
@@ -103,8 +110,9 @@ def report_page(runs: Sequence[RunResults], directory: Path, title: str | None =
     Several runs have a chart per metric with a line for each run.
     """
     lengths = [[sample_lengths(seed.directory) for seed in run.seeds] for run in runs]
+    is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     samples: list[Sample] = []
-    if len(runs) == 1 and len(runs[0].seeds) == 1:
+    if is_alone:
         samples = shown_samples(runs[0].seeds[0].directory, lengths[0][0])
     sections = {
         "Curves": _grid(curve_charts(runs)),
@@ -121,9 +129,9 @@ def report_page(runs: Sequence[RunResults], directory: Path, title: str | None =
         f"<title>{heading}</title>",
         f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
         f"<h1>{heading}</h1>",
-        _alarms(runs),
-        _results(runs),
-        _what_ran(runs, directory),
+        _warnings_html(runs),
+        f'<div class="{"side-by-side" if is_alone else ""}">',
+        f"<section><h2>Results</h2>{_results(runs)}</section>{_what_ran(runs, directory)}</div>",
         f"<nav>{links}</nav>",
         *(f'<h2 id="{_anchor(name)}">{name}</h2>{text}' for name, text in present.items()),
         f"{SCRIPT}</body></html>\n",
@@ -153,7 +161,7 @@ def _title(runs: Sequence[RunResults]) -> str:
 # ---- warnings, results, and what ran
 
 
-def _alarms(runs: Sequence[RunResults]) -> str:
+def _warnings_html(runs: Sequence[RunResults]) -> str:
     """Return a list of the warnings of each seed; "" without one."""
     found = [
         (f"{run.name}, {seed.name}: " if len(_columns(runs)) > 1 else "") + text
@@ -162,13 +170,13 @@ def _alarms(runs: Sequence[RunResults]) -> str:
         for text in warnings_of(seed.rows)
     ]
     items = "".join(f"<li>{text_html(text)}</li>" for text in found)
-    return f'<ul class="alarms">{items}</ul>' if items else ""
+    return f'<ul class="warnings">{items}</ul>' if items else ""
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the warnings of a whole run, and those of its last step that has one."""
-    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get("warnings"))), {})
-    return [*last.values()]
+    """Return how often a run had each kind of warning, and the texts of the last step with one."""
+    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get(WARNINGS))), {})
+    return [*run_warnings(rows), *last.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +188,12 @@ class _Column:
 
 
 def _columns(runs: Sequence[RunResults]) -> list[_Column]:
-    """Return a column per run; the single run's seeds if there is only one run."""
+    """Return a column per run; if there is only one, a column per seed, after one of all seeds."""
     if len(runs) > 1:
-        return [_Column(run.name, run.seeds) for run in runs]
-    return [_Column(seed.name.replace("_", " "), [seed]) for seed in runs[0].seeds]
+        return [_Column(run.label, run.seeds) for run in runs]
+    seeds = runs[0].seeds
+    every = [_Column(f"mean of {len(seeds)} seeds (range)", seeds)] if len(seeds) > 1 else []
+    return [*every, *(_Column(seed.name.replace("_", " "), [seed]) for seed in seeds)]
 
 
 def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: str) -> str:
@@ -199,22 +209,21 @@ def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: 
     )
     if not lines:
         return ""
-    return f'<div class="wide"><table class="{kind}">{head}<tbody>{lines}</tbody></table></div>'
+    size = f'class="{kind}" style="--columns: {len(columns)}"'
+    return f'<div class="wide"><table {size}>{head}<tbody>{lines}</tbody></table></div>'
 
 
 def _results(runs: Sequence[RunResults]) -> str:
     """Return a table of the results of each run, or of each seed of a single run."""
     columns = _columns(runs)
-    if not any(seed.steps for column in columns for seed in column.seeds):
+    if not any(seed.steps for run in runs for seed in run.seeds):
         return '<p class="note">No training step is in the metrics.</p>'
-    labels = dict.fromkeys(
-        label for column in columns for seed in column.seeds for label in _numbers(seed)
-    )
+    labels = dict.fromkeys(label for run in runs for seed in run.seeds for label in _numbers(seed))
     rows = {
         label: [_summed_up([_numbers(seed).get(label) for seed in c.seeds]) for c in columns]
         for label in labels
     }
-    return _table(rows, columns, "results")
+    return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +285,11 @@ def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
 
 def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
     """Return a table of the command, the versions and the files of each run."""
-    columns = [_Column(run.name, run.seeds) for run in runs]
+    columns = [_Column(run.label, run.seeds) for run in runs]
     cells = [_about(run, directory) for run in runs]
     rows = {label: [own[label] for own in cells] for label in cells[0]}
-    table = _table(rows, columns, "what" if len(runs) == 1 else "")
-    return f"<h2>What ran</h2>{table}" if table else ""
+    table = _table(rows, columns, "stacked")
+    return f"<section><h2>What ran</h2>{table}</section>" if table else ""
 
 
 def _about(run: RunResults, directory: Path) -> dict[str, str]:
@@ -288,12 +297,12 @@ def _about(run: RunResults, directory: Path) -> dict[str, str]:
     start = run.seeds[0].last_start
     versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
     num_ranks = start.get("num_ranks", 1)
-    began = start.get("time", "")
+    began = start.get("time", "").replace("T", " ")
     if (num_starts := len(run.seeds[0].starts)) > 1:
         step = start[TRAINER_STEP]
         began += f", start {num_starts}, from step {step:,}"
     return {
-        "trains": text_html(start.get("title", "")),
+        "algorithm, data": text_html(start.get("title", "")),
         "model": text_html(start.get("model", "")),
         "command": _code(start.get("command", "")),
         "overrides": "<br/>".join(map(_code, start.get("overrides", []))),

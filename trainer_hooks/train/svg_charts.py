@@ -88,8 +88,9 @@ for (const svg of document.querySelectorAll("svg[data-values]")) {{
     const isLeft = left + 12 > room;
     box.style.left = Math.max(4, isLeft ? left - 12 - box.offsetWidth : left + 12)
       + window.scrollX + "px";
-    box.style.top = Math.max(area.top, event.clientY - box.offsetHeight - 12)
-      + window.scrollY + "px";
+    const above = Math.max(area.top, event.clientY - box.offsetHeight - 12);
+    const isWide = document.documentElement.clientWidth >= 600;
+    box.style.top = (isWide ? above : area.bottom) + window.scrollY + "px";
   }};
   svg.addEventListener("pointermove", show); svg.addEventListener("pointerdown", show);
   svg.addEventListener("pointerleave", hide);

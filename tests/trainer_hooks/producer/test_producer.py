@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -340,6 +341,28 @@ def test_max_refills_exceeded_is_an_error_and_the_next_call_continues() -> None:
             assert len(await anext(producer)) == 2
 
     run_virtually(work())
+
+
+def test_min_valid_samples_failures_are_logged_at_the_first_and_the_error_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scores_nothing(completion_ids: Any) -> list[float | None]:
+        return [None] * len(completion_ids)
+
+    async def work() -> None:
+        options = {"max_refills": 4, "max_staleness_versions": 0}
+        async with producer_of(FakeLLM(), scores_nothing, **options) as producer:
+            said = r"5 failed \(the last one: the reward was None or NaN\)"
+            with pytest.raises(ProducerError, match=said):
+                await anext(producer)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.partition(" is left out ")[2] == (
+        "(1 so far): 0 of its 3 samples have a reward after max_attempts=3, fewer than "
+        "min_valid_samples=2; the first without one: the reward was None or NaN"
+    )
 
 
 def test_max_refills_error_has_the_traceback_of_the_reward_function() -> None:

@@ -244,7 +244,8 @@ def test_warm_up_and_training_share_one_wandb_run_with_sample_tables(
 ) -> None:
     pytest.importorskip("wandb")
     run_seed(tmp_path, tiny_settings(logger__wandb="offline", trainer__num_steps=1), seed=0)
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    (own,) = tmp_path.glob("wandb/offline-run-*")
+    assert f"<code>wandb sync {own}" in (tmp_path / "report.html").read_text()
     rows = read_history(tmp_path)
     assert any("warmup/step" in row for row in rows)
     assert any("reward" in row for row in rows)
