@@ -89,7 +89,7 @@ def run_of(kind: str, seed: int, directory: Path) -> Run:
         overrides, _ = KINDS[kind]
         command = [sys.executable, "-m", "rollout", "train", "--config-name", "smollm"]
         command += [f"run_name={kind}", f"seed={seed}", *overrides]
-        with (directory / f"{kind}_{seed}.txt").open("wb") as output:
+        with (directory / f"{kind}_{seed}.txt").open("ab") as output:
             start = time.perf_counter()
             process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
             _, status, usage = os.wait4(process.pid, 0)

@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedModel, PrinterCallback
 
 from rollout import LLM, ConfigError
+from rollout.set_aside import set_aside
 from rollout.text import RenderedText
 from trainer_hooks import PromptItem
 from trainer_hooks.rewards import reasoning_gym_reward
@@ -44,6 +45,8 @@ def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
     Returns the summary. Raises ConfigError if trl is not installed.
     """
     require_trl()
+    if (earlier := set_aside(DIRECTORY)) is not None:
+        print(f"moved the earlier run to {earlier}")
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     task = Task(settings.model, settings.data, settings.reward)

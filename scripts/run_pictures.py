@@ -126,10 +126,10 @@ def worth_showing(lines: list[str], step: int) -> int:
     batch, 1 for another dashboard after `step`, 0 for any other screen.
     """
     shown = "\n".join(lines)
-    steps, rollouts = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) roll", shown)
-    if steps is None or rollouts is None or int(steps[1]) < step:
+    steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
+    if steps is None or samples is None or int(steps[1]) < step:
         return 0
-    return 2 if 0 < int(rollouts[1]) < int(rollouts[2]) else 1
+    return 2 if 0 < int(samples[1]) < int(samples[2]) else 1
 
 
 def text_of(screen: Any) -> Text:

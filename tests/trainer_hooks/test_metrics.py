@@ -19,6 +19,7 @@ from trainer_hooks.metrics import (
     read_jsonl,
     rollout_metrics,
 )
+from trainer_hooks.metrics.console import LONGEST_SILENCE_S
 from trainer_hooks.metrics.wandb_run import declare_axes
 
 
@@ -176,3 +177,14 @@ def test_progress_view_without_a_terminal_prints_each_interval_and_the_end() -> 
     for step in (1, 2, 2, 3):
         view.show({"trainer/step": step, "reward": step})
     assert [line.split()[1] for line in output.getvalue().splitlines()] == ["2/3", "3/3"]
+
+
+def test_progress_view_without_a_terminal_prints_slow_steps_in_one_line_each() -> None:
+    output, now = io.StringIO(), [0.0]
+    view = ProgressView(Console(file=output, width=20), clock=lambda: now[0])
+    view.start_stage("GRPO", 9)
+    for step, seconds in ((1, 10.0), (2, LONGEST_SILENCE_S), (3, 10.0), (4, 10.0)):
+        now[0] += seconds
+        view.show({"trainer/step": step, "reward": 0.5})
+    (line,) = output.getvalue().splitlines()
+    assert line.startswith("GRPO 2/9  reward 0.500  elapsed 1:10")

@@ -8,16 +8,20 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from rollout.errors import ConfigError
+from rollout.set_aside import paths_set_aside
 from trainer_hooks.metrics import JsonlWriter, ProgressView, read_jsonl
 from trainer_hooks.train.config_loading import load_dataclass
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.run_files import (
+    STOPPING,
+    STOPPING_NOW,
     begin_directory,
     locked_run,
     open_logger,
@@ -28,12 +32,15 @@ from trainer_hooks.train.run_files import (
 from trainer_hooks.train.run_results import STARTS_NAME
 
 
-def test_stop_on_interrupt_lets_a_second_ctrl_c_act_as_before() -> None:
-    with stop_on_interrupt() as stop:
+def test_stop_on_interrupt_announces_ctrl_c_and_lets_a_second_act_as_before() -> None:
+    announced: SimpleQueue[str] = SimpleQueue()
+    with stop_on_interrupt(announced.put) as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.is_set()
+        assert announced.get() == STOPPING
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+        assert announced.get() == STOPPING_NOW
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -86,10 +93,10 @@ def test_locked_run_warns_of_a_file_system_without_locks(
 
 def test_begin_directory_deletes_no_earlier_run(tmp_path: Path) -> None:
     run = tmp_path / "seed_0"
-    assert begin_directory(run) is None
+    begin_directory(run)
     for number in range(4):
         (run / "checkpoint").write_text(str(number))
-        assert begin_directory(run) is not None
+        begin_directory(run)
     kept = {path.name: (path / "checkpoint").read_text() for path in tmp_path.glob("*.previous*")}
     assert kept == {
         "seed_0.previous": "0",
@@ -97,6 +104,9 @@ def test_begin_directory_deletes_no_earlier_run(tmp_path: Path) -> None:
         "seed_0.previous-3": "2",
         "seed_0.previous-4": "3",
     }
+    assert [path.name for path in paths_set_aside(run)] == [
+        "seed_0.previous", "seed_0.previous-2", "seed_0.previous-3", "seed_0.previous-4",
+    ]  # fmt: skip
     assert list(run.iterdir()) == []
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+LONGEST_SILENCE_S = 60.0
+
 # Format of each shown metric, by name.
 DEFAULT_COLUMNS = {
     "reward": "reward {:.3f}",
@@ -34,7 +36,8 @@ class ProgressView:
 
     `console`: where to print; None for standard output.
     `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
-    `line_interval`: number of steps between printed lines if the output is not a terminal.
+    `line_interval`: number of steps between printed lines if the output is not a terminal. Steps
+    that take long print a line each once LONGEST_SILENCE_S seconds have passed since the last one.
     `clock`: returns seconds, for the elapsed time.
 
     Raises ConfigError without the package rich.
@@ -52,6 +55,7 @@ class ProgressView:
         self._console = console or Console()
         self._columns = DEFAULT_COLUMNS if columns is None else columns
         self._line_interval, self._stage_clock = line_interval, StageClock(clock)
+        self._clock, self._printed_s = clock, clock()
         self._progress: Progress | None = None
         self._title = ""
         self._num_steps = 0
@@ -99,10 +103,12 @@ class ProgressView:
             self._columns[name].format(self._latest[name])
             for name in self._columns
             if self._latest.get(name) is not None
-        )
+        ).replace("  (", " (")
         for text in self._warnings.due(metrics).values():
             # The bar's console is this one, and prints above the bar.
-            self._console.print(text, style="bold red", markup=False, highlight=False)
+            self._console.print(
+                text, style="bold red", markup=False, highlight=False, soft_wrap=True
+            )
         step = metrics.get(self._step_name)
         if step:
             if STEP_S in metrics:
@@ -113,10 +119,12 @@ class ProgressView:
         elif step is not None and step != self._last_step and self._is_due(step):
             self._last_step = step
             line = f"{self._title} {step}/{self._num_steps}  {values}  {self._stage_clock.text()}"
-            self._console.print(line, highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._printed_s = self._clock()
 
     def _is_due(self, step: int) -> bool:
-        return step % self._line_interval == 0 or step == self._num_steps
+        is_late = self._clock() - self._printed_s >= LONGEST_SILENCE_S
+        return step % self._line_interval == 0 or step == self._num_steps or is_late
 
     def close(self) -> None:
         """End the bar, leaving its last state on the screen. May be called twice."""

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_hooks.files import replace_text, set_aside
+from rollout.set_aside import set_aside
+from trainer_hooks.files import replace_text
 from trainer_hooks.metrics.axes import TRAINER_STEP
 
 
@@ -32,7 +33,7 @@ class JsonlWriter:
     ) -> None:
         self._path, self._max_bytes = Path(path), max_bytes
         for part in (self._path, rotated_path(self._path)):
-            if resume_step is None and part.exists() and part.stat().st_size:
+            if resume_step is None:
                 set_aside(part)
             rows = read_jsonl(part) if resume_step is not None and part.exists() else []
             kept = [row for row in rows if row.get(TRAINER_STEP, 0) <= resume_step]

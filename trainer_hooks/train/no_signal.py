@@ -17,7 +17,6 @@ from trainer_hooks.losses.advantages import has_reward_spread
 from trainer_hooks.producer import TrainingBatch
 from trainer_hooks.producer.groups import ScoredGroup
 from trainer_hooks.rewards.scoring import completion_of
-from trainer_hooks.rollouts import Rollout
 from trainer_hooks.train.job import AlgorithmSettings
 from trainer_hooks.train.samples import cut_start, one_line
 
@@ -46,7 +45,7 @@ def step_warnings(
     scored = [group for group in batch.groups if group.valid_rewards]
     found: dict[str, str] = {}
     if not scored:
-        errors = [error for each in rollouts if (error := _error(each)) is not None]
+        errors = [each.error for each in rollouts if each.error is not None]
         first = f", the first with: {_shortened(errors[0], _ERROR_CHARACTERS)}" * bool(errors)
         found["all_failed"] = f"all {len(rollouts):,} rollouts failed{first}. Look into train.log."
     elif not _is_spread(batch, algorithm):
@@ -136,13 +135,6 @@ def _without_gradient(row: Mapping[str, Any], num_rollouts: int) -> dict[str, st
             )
         }
     return {}
-
-
-def _error(rollout: Rollout) -> str | None:
-    """Return why a rollout failed, as text; None if it does not say."""
-    if rollout.failure is not None:
-        return str(rollout.failure)
-    return next((str(r.last_error) for r in rollout.requests if r.last_error is not None), None)
 
 
 def _seen(group: ScoredGroup, tokenizer: Tokenizer | None) -> str:

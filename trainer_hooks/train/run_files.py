@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -30,7 +31,8 @@ from rich.console import Console
 
 from rollout import __version__
 from rollout.errors import ConfigError
-from trainer_hooks.files import replace_text, set_aside
+from rollout.set_aside import set_aside
+from trainer_hooks.files import replace_text
 from trainer_hooks.metrics import JsonlWriter, MetricsLogger, start_wandb_run
 from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.logger import MetricsView
@@ -41,6 +43,8 @@ from trainer_hooks.train.run_results import STARTS_NAME
 from trainer_hooks.weight_sync.trainer_ranks import torchrun_place
 
 _log = logging.getLogger(__name__)
+STOPPING = "stopping after this step; Ctrl-C again to stop now"
+STOPPING_NOW = "stopping now"
 CONFIG_NAME = "config.yaml"  # all settings of a run, in its directory
 _GIT_TIMEOUT_S = 10.0  # a working directory on a slow file system
 
@@ -113,14 +117,10 @@ def _commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def begin_directory(directory: Path) -> Path | None:
-    """Create an empty `directory`, and rename an earlier run's directory of that name.
-
-    Returns the new path of the earlier run's directory; None if there was none.
-    """
-    previous = set_aside(directory)
+def begin_directory(directory: Path) -> None:
+    """Create an empty `directory`, and rename an earlier run's directory of that name."""
+    set_aside(directory)
     directory.mkdir(parents=True)
-    return previous
 
 
 def write_config(directory: Path, settings: Any) -> None:
@@ -168,19 +168,34 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
+def stop_on_interrupt(announce: Callable[[str], object]) -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
 
     A second signal of the same kind acts as it did before the block.
     A training step that is interrupted halfway would leave weights that belong to no step.
+    `announce`: called with STOPPING after the first signal, and with STOPPING_NOW after the second,
+    in a thread: a signal may interrupt the main thread while it prints.
     """
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    texts: SimpleQueue[str | None] = SimpleQueue()  # unlike Queue.put, its put may be interrupted
 
     def request(number: int, frame: FrameType | None) -> None:
         requested.set()
-        signal.signal(number, before[number])
+        texts.put(STOPPING)
+        signal.signal(number, stop_now)
 
+    def stop_now(number: int, frame: FrameType | None) -> None:
+        texts.put(STOPPING_NOW)
+        signal.signal(number, before[number])
+        signal.raise_signal(number)
+
+    def announce_all() -> None:
+        while (text := texts.get()) is not None:
+            announce(text)
+
+    thread = threading.Thread(target=announce_all, name="announcements", daemon=True)
+    thread.start()
     for number in before:
         signal.signal(number, request)
     try:
@@ -188,3 +203,5 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        texts.put(None)
+        thread.join()

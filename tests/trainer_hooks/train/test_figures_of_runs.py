@@ -62,6 +62,10 @@ class Listener(FakeWandbRun):
         self.times_s.append(now[0])
 
 
+def change_of(values: list[float]) -> str:
+    return f"{values[0]:.3f} → {values[-1]:.3f}"
+
+
 def shown_by_the_dashboard(rows: list[dict[str, Any]]) -> str:
     dashboard, output = Dashboard(Console(file=io.StringIO(), width=120)), io.StringIO()
     for row in rows:
@@ -122,15 +126,15 @@ def test_figures_of_a_run_are_those_of_its_rollouts_and_clock_in_all_five_places
     page = (tmp_path / "report.html").read_text()
     held_out = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
     for cell in (
-        f"{first:.3f} → {last:.3f}",
+        f"{change_of([first, last])} (2 steps each)",
         f"{tokens_per_s:,.0f}",
         f"{step_s:.2f} s",
-        f"{held_out[0]:.3f} → {held_out[-1]:.3f} (n=4)",
+        f"{change_of(held_out)} (n=4)",
     ):
-        assert f"<td>{cell}" in page
+        assert f"<td>{cell}</td>" in page
 
     shown = shown_by_the_dashboard(rows)
     assert f"time of a step: {step_s:.2f} s" in shown
-    assert f"{rates[-1]:,.0f} tokens/s generated" in shown
+    assert f"{rates[-1]:,.0f} tokens/s sampled" in shown
     assert f"held out {held_out[-1]:.3f} (n=4)" in shown
     assert f"{rates[-1]:,.0f} tokens/s" in capsys.readouterr().out

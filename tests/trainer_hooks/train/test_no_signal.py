@@ -215,6 +215,7 @@ def test_run_without_signal_says_so_in_each_row_on_the_screen_and_in_the_summary
     said = "in 2 of 2 steps every group scored the same: nothing was learned from the reward"
     assert said in summary["warnings"]
     assert json.loads((tmp_path / "summary.json").read_text())["warnings"] == summary["warnings"]
+    assert said in (tmp_path / "report.html").read_text()
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("every group scored the same (each sample 0.000)") == 1, "not in each step"
     assert any(
