@@ -51,7 +51,8 @@ class VllmScheduler:
     ) -> None:
         self._core = core
         self.vllm: StampingScheduler = core.scheduler
-        self._reuses, self._shares = reuse_across_versions, shares_prefixes
+        self.vllm.isolates = not reuse_across_versions
+        self._shares = shares_prefixes
         self.requests: dict[int, VllmRequest] = {}
         self.max_tokens: int = self.vllm.max_num_scheduled_tokens
         self.block_size: int = self.vllm.block_size
@@ -63,7 +64,7 @@ class VllmScheduler:
         return self
 
     def begin_weights_version(self) -> None:
-        if not self._reuses:
+        if self.vllm.isolates:
             self.vllm.hide_older_than(self.vllm.version)
 
     def distrust(self, version: int) -> None:

@@ -31,7 +31,8 @@ class Stamping:
     kind, and its version is the oldest. A recurrent state depends on all tokens before it: its stamp
     is the oldest version among them.
 
-    version: the version that the next steps write. spans: the versions of each running request's
+    version: the version that the next steps write. isolates: no prefix is found whose tokens have
+    attended to KV of an older version. spans: the versions of each running request's
     KV, by vLLM's request id. num_cached: tokens of a request that were found in the cache.
     preempted: requests that lost their KV since the last `take_preempted`. scheduled: (id, first
     position, end) of each request in the last step that was scheduled.
@@ -47,7 +48,7 @@ class Stamping:
         width = max((size for size, is_state in sizes if not is_state), default=1)
         shape = (self.kv_cache_config.num_blocks, width)
         self._stamps = np.full(shape, _UNKNOWN, np.int32)
-        self.version = 0
+        self.version, self.isolates = 0, True
         self.spans: dict[str, VersionSpans] = {}
         self.num_cached: dict[str, int] = {}
         self.scheduled: list[tuple[str, int, int]] = []
@@ -74,6 +75,8 @@ class Stamping:
         elif len(spans) > start:
             spans.truncate(start)  # draft tokens that were rejected are computed again
         spans.append(end - start, self.version)
+        if self.isolates and spans.min() < self.version:
+            self._hide_new_blocks(tables, start, end)
         for table, size, is_state in zip(tables, self._block_sizes, self._are_states, strict=True):
             if is_state:
                 self._stamps[[block for block in table if block != _NULL_BLOCK]] = spans.min()
@@ -84,6 +87,13 @@ class Stamping:
                     first = index * size
                     low, high = max(start - first, 0), min(end - first, size)
                     self._stamp_blocks(table[index], low, high)
+
+    def _hide_new_blocks(self, tables: Sequence[list[int]], start: int, end: int) -> None:
+        """Let no request find the blocks of positions [start, end), nor the block before: vLLM may
+        index it a step late."""
+        for table, size in zip(tables, self._block_sizes, strict=True):
+            new = {*table[max(start // size - 1, 0) : -(-end // size)]} - {_NULL_BLOCK}
+            self.kv_cache_manager.evict_blocks(new)
 
     def _stamp_blocks(self, block: int, low: int, high: int) -> None:
         """Stamp entries [low, high) of a block. Its first entry drops the stamps of the block's
