@@ -33,11 +33,11 @@ WORST_GAP = 1e-4
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefixes": {"enable_prefix_caching": True},
-    "small pool": {"enable_prefix_caching": True, "num_blocks": 10},
+    "small pool": {"enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256},
     "bound": {
-        "enable_prefix_caching": True, "num_blocks": 10, "max_kv_staleness_versions": 1,
+        "enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256, "max_kv_staleness_versions": 1,
     },
-    "async": {"enable_prefix_caching": True, "num_blocks": 10,
+    "async": {"enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256,
               "engine_options": {"async_scheduling": True}},
 }  # fmt: skip
 
