@@ -96,6 +96,7 @@ def _made_of(
             scheduler_cls=f"{kind.__module__}.{kind.__name__}",
             **arguments,
         ).create_engine_config()
+        _check_async(arguments, vllm_config)
         core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
@@ -136,6 +137,15 @@ def _made_of(
     engine.core, engine.config = core, config
     engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
     return engine
+
+
+def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if vLLM has switched off the asynchronous scheduling that was asked for."""
+    if arguments["async_scheduling"] and not vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "engine_options['async_scheduling']=True: vLLM schedules synchronously on this platform; "
+            "leave it out"
+        )
 
 
 class VllmInputProcessor(InputProcessor):

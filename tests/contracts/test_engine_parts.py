@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -70,15 +70,12 @@ IMPLEMENTATIONS = {
     ),
 }
 if HAS_VLLM:
-    IMPLEMENTATIONS |= {
-        name: Implementation(
-            make=partial(vllm_engine, engine_options={"async_scheduling": name == "vllm-async"}),
-            weights=vllm_weights,
-            modes=frozenset({"persist", "recompute"}),
-            resources=frozenset({"kv_cache"}),
-        )
-        for name in ("vllm", "vllm-async")
-    }
+    IMPLEMENTATIONS["vllm"] = Implementation(
+        make=vllm_engine,
+        weights=vllm_weights,
+        modes=frozenset({"persist", "recompute"}),
+        resources=frozenset({"kv_cache"}),
+    )
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

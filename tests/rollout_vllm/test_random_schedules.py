@@ -24,7 +24,7 @@ from tests.tiny_models import IS_LONG, VOCAB_SIZE
 if not HAS_VLLM:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
 
-NUM_SCHEDULES = 60 if IS_LONG else 3  # of each engine
+NUM_SCHEDULES = 80 if IS_LONG else 3  # of each engine
 NUM_OPERATIONS = 30
 NUM_MODELS = 3
 SHARED = [(7 * i * i + 3) % VOCAB_SIZE for i in range(140)]  # prompts begin alike
@@ -37,8 +37,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bound": {
         "enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256, "max_kv_staleness_versions": 1,
     },
-    "async": {"enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256,
-              "engine_options": {"async_scheduling": True}},
 }  # fmt: skip
 
 
