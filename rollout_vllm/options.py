@@ -30,7 +30,7 @@ ARGUMENTS = {
 FOLLOWED = frozenset(
     {
         *ARGUMENTS,
-        *("engine", "engine_options", "buffer_size_gb"),
+        *("engine", "engine_options", "buffer_size_gb", "num_threads"),
         *("kv_cache_management_mode", "max_kv_staleness_versions", "enable_prefix_caching"),
         *("prefix_reuse_across_versions", "prefix_caching_coordinator_policy"),
         *("materialize_only_last_token_logits", "reject_non_finite_weights", "device"),
@@ -41,7 +41,6 @@ FOLLOWED = frozenset(
 # What a user who sets one of the other fields should do.
 REMEDIES = {
     "deterministic": "vLLM's batch-invariant kernels are switched on by VLLM_BATCH_INVARIANT=1",
-    "num_threads": "set OMP_NUM_THREADS, or VLLM_CPU_OMP_THREADS_BIND on a CPU",
     "num_cuda_graphs": "use engine_options={'compilation_config': ...}",
     "static_kv_memory_pointers": "vLLM's KV cache keeps its addresses; leave the field out",
     "memory_kind": "use engine_options={'enable_sleep_mode': True}",
@@ -84,8 +83,8 @@ def engine_arguments(config: InferenceConfig) -> dict[str, Any]:
             continue
         if theirs in options:
             raise ConfigError(
-                f"engine_options[{theirs!r}]={options[theirs]!r} and {name}={value!r} say the same; "
-                "give only one"
+                f"engine_options[{theirs!r}]={options[theirs]!r} and {name}={value!r} say the "
+                "same; give only one"
             )
         options[theirs] = value
     if config.buffer_size_gb is not None:
@@ -115,8 +114,8 @@ def _default(name: str) -> Any:
 
 
 def check_params(params: SamplingParams, logprobs_mode: str) -> None:
-    """Raise InvalidRequestError if vLLM, with this mode of log-probs for all requests, cannot report
-    what the request asks for."""
+    """Raise InvalidRequestError if vLLM, with this mode of log-probs for all requests, cannot
+    report what the request asks for."""
     if params.return_log_probs and not _has_mode(params, logprobs_mode):
         raise InvalidRequestError(
             f"logprobs_mode={params.logprobs_mode!r} cannot be reported: vLLM has one mode for all "

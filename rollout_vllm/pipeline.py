@@ -121,9 +121,7 @@ class VllmPipeline:
         self._core.post_step(has_run)
         self._commit(outputs or {}, weights_version, start)
 
-    def _commit(
-        self, outputs: Mapping[int, EngineCoreOutputs], version: int, start: float
-    ) -> None:
+    def _commit(self, outputs: Mapping[int, EngineCoreOutputs], version: int, start: float) -> None:
         """Write the results of a step, and what vLLM has scheduled, into the records."""
         scheduler, requests = self._scheduler, self._scheduler.requests
         preempted = scheduler.take_preempted()
@@ -198,7 +196,11 @@ class VllmPipeline:
         )
 
     def _count(
-        self, scheduled: list[tuple[int, int, int]], num_preempted: int, num_sampled: int, start: float
+        self,
+        scheduled: list[tuple[int, int, int]],
+        num_preempted: int,
+        num_sampled: int,
+        start: float,
     ) -> None:
         totals, self.last_result_at = self._counters.steps, time.perf_counter()
         seconds = self.last_result_at - start

@@ -25,9 +25,9 @@ from rollout_vllm.stamps import StampingScheduler
 class VllmRequest:
     """A request that vLLM has.
 
-    tokens: all its tokens. num_prompt: tokens of the original prompt. num_entered: tokens with which
-    its KV began, when it was added or lost its KV. rule: the conditions that end it. is_scored:
-    whether its prompt's log-probs are still to come.
+    tokens: all its tokens. num_prompt: tokens of the original prompt. num_entered: tokens that it
+    had when it was added or lost its KV. rule: the conditions that end it. is_scored: whether its
+    prompt's log-probs are still to come.
     """
 
     tokens: list[int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ _UNKNOWN = np.iinfo(np.int32).max
 
 
 class Stamping:
-    """A mixin of vLLM's schedulers. It stamps each KV entry, at scheduling, with the version of the weights.
+    """A mixin of vLLM's schedulers. It stamps each KV entry that a step will write with the version
+    of the weights.
 
     Stamps belong to blocks. So a request that finds a cached prefix gets the versions of those who
     wrote it. In a model with several kinds of KV cache, an entry has a stamp in a block of each
-    kind, and its version is the oldest. A recurrent state depends on all tokens before it: its stamp
-    is the oldest version among them.
+    kind, and its version is the oldest. A recurrent state depends on all tokens before it, and its
+    stamp is the oldest version among them.
 
     version: the version that the next steps write. isolates: no prefix is found whose tokens have
     attended to KV of an older version. spans: the versions of each running request's
@@ -170,4 +172,4 @@ def _spans_of(versions: NDArray[np.int32]) -> VersionSpans:
     if not len(versions):
         return VersionSpans()
     cuts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return VersionSpans((b - a, int(versions[a])) for a, b in zip(cuts, cuts[1:], strict=False))
+    return VersionSpans((b - a, int(versions[a])) for a, b in pairwise(cuts))

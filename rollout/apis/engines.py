@@ -39,7 +39,8 @@ def make_engine(
     points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if config.engine not in points:
         known = sorted({OWN_ENGINE, *points})
-        remedy = remedy_of_unknown(config.engine, known, f"use one of: {', '.join(known)}", cutoff=0.6)
+        otherwise = f"use one of: {', '.join(known)}"
+        remedy = remedy_of_unknown(config.engine, known, otherwise, cutoff=0.6)
         raise ConfigError(f"engine={config.engine!r} is unknown; {remedy}")
     make = points[config.engine].load()
     engine: Engine = make(model, config, tokenizer, weights_version)

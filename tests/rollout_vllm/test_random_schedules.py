@@ -29,15 +29,18 @@ NUM_OPERATIONS = 30
 NUM_MODELS = 3
 SHARED = [(7 * i * i + 3) % VOCAB_SIZE for i in range(140)]  # prompts begin alike
 WORST_GAP = 1e-4
-# Pools of so few blocks that requests are preempted.
+# A pool of so few blocks that requests are preempted.
+SMALL: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "num_blocks": 10,
+    "max_sequence_length": 256,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefixes": {"enable_prefix_caching": True},
-    "small pool": {"enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256},
-    "bound": {
-        "enable_prefix_caching": True, "num_blocks": 10, "max_sequence_length": 256, "max_kv_staleness_versions": 1,
-    },
-}  # fmt: skip
+    "small pool": SMALL,
+    "bound": {**SMALL, "max_kv_staleness_versions": 1},
+}
 
 
 class Schedules:
@@ -73,7 +76,7 @@ class Schedules:
 
     def add(self) -> None:
         length = self.chance.randint(1, 120)
-        prompt = SHARED[:length] + [self.chance.randrange(VOCAB_SIZE)]
+        prompt = [*SHARED[:length], self.chance.randrange(VOCAB_SIZE)]
         params = SamplingParams(
             num_tokens_to_generate=self.chance.randint(1, 40),
             temperature=self.chance.choice((0.0, 1.0, 0.7)),
