@@ -66,9 +66,9 @@ def make_engine(
     directory = Path(model)
     if not sorted(directory.glob("*.safetensors")):
         raise ModelError(f"{directory} holds no *.safetensors; write it with save_pretrained")
-    config = config.replace(seed=given_or_drawn(config.seed, "an engine"))
-    arguments = engine_arguments(config)
-    arguments["seed"] = arguments.get("seed", config.seed) % 2**31
+    seed = given_or_drawn(config.seed, "an engine")
+    config = config.replace(seed=seed)
+    arguments = {**engine_arguments(config), "seed": seed % 2**31}
     return _made_of(directory, arguments, config, tokenizer, weights_version)
 
 

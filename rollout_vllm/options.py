@@ -130,17 +130,17 @@ def _other(mode: str) -> str:
 
 
 def _has_mode(params: SamplingParams, logprobs_mode: str) -> bool:
-    """Return whether the log-probs of vLLM's mode are those that the request asks for."""
-    is_cut = bool(params.top_k or params.top_p not in (0.0, 1.0) or params.min_p)
-    is_changed = is_cut or bool(
-        params.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
-    )
+    """Return whether vLLM's mode gives the log-probs that the request asks for. Greedy requests
+    have those of the logits, in every mode here."""
     is_scaled = params.temperature not in (0.0, 1.0)
-    wanted = params.logprobs_mode
+    is_changed = bool(
+        (params.top_k or params.top_p not in (0.0, 1.0) or params.min_p)
+        or (params.has_penalties or params.logit_bias)
+        or (params.allowed_token_ids or params.min_tokens)
+    )
+    wanted = params.logprobs_mode if params.temperature else "raw"
     if logprobs_mode == LOGPROBS_MODES[0]:
         return wanted == "raw" or not (is_scaled or (wanted == "processed" and is_changed))
-    if not params.temperature:  # greedy: vLLM's mode is that of the changed logits
-        return wanted != "processed" and not is_changed
     return wanted == "processed" or not (is_changed or (wanted == "raw" and is_scaled))
 
 

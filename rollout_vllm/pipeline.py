@@ -132,7 +132,8 @@ class VllmPipeline:
         self._outputs.set_running([i for i, _, _ in ran])
         prefilled = [self._prefilled(i, high) for i, low, high in ran if self._is_prompt(i, low)]
         sampled, finished = _Sampled(), []
-        scored, scores = [], []
+        scored: list[ScoredPrompt] = []
+        scores: list[_Scores] = []
         for output in (each for group in outputs.values() for each in group.outputs):
             request_id = int(output.request_id)
             if (request := requests.get(request_id)) is None:
@@ -205,7 +206,7 @@ class VllmPipeline:
         totals, self.last_result_at = self._counters.steps, time.perf_counter()
         seconds = self.last_result_at - start
         num_tokens = sum(high - low for _, low, high in scheduled)
-        num_decoded = sum(high - low == 1 for _, low, high in scheduled)
+        num_decoded = sum(1 for _, low, high in scheduled if high - low == 1)
         totals.num_steps += 1
         totals.num_evictions += num_preempted
         totals.num_sampled_tokens += num_sampled

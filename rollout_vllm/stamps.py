@@ -1,4 +1,4 @@
-"""Stamping: vLLM's schedulers, which also record the version that wrote each KV entry.
+"""StampingScheduler: vLLM's scheduler, which also records the version that wrote each KV entry.
 
 vLLM makes it, by the option `scheduler_cls`. `rollout_vllm.scheduler` reads and sets its state.
 """
@@ -24,9 +24,9 @@ _NULL_BLOCK = 0  # stands in block tables for blocks that a sliding window has l
 _UNKNOWN = np.iinfo(np.int32).max
 
 
-class Stamping:
-    """A mixin of vLLM's schedulers. It stamps each KV entry that a step will write with the version
-    of the weights.
+class StampingScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler. It stamps each KV entry that a step will write with the version of the
+    weights.
 
     Stamps belong to blocks. So a request that finds a cached prefix gets the versions of those who
     wrote it. In a model with several kinds of KV cache, an entry has a stamp in a block of each
@@ -159,12 +159,8 @@ class Stamping:
             self.num_cached.pop(request_id, None)
 
 
-class StampingScheduler(Stamping, Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler with stamps: a step is scheduled when the one before has ended."""
-
-
-class AsyncStampingScheduler(Stamping, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler with stamps: a step is scheduled while another one runs."""
+class AsyncStampingScheduler(StampingScheduler, AsyncScheduler):  # type: ignore[misc]
+    """A StampingScheduler that schedules a step while another one runs."""
 
 
 def _spans_of(versions: NDArray[np.int32]) -> VersionSpans:

@@ -22,7 +22,7 @@ from torch import nn
 from rollout.apis.engines import make_engine
 from rollout.apis.in_process import InProcessRuntime
 from rollout.child_process import pickled
-from rollout.config import InferenceConfig
+from rollout.config import OWN_ENGINE, InferenceConfig
 from rollout.control.commands import Command
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
@@ -61,6 +61,11 @@ def runtime_of(
         engine = make_engine(model, config, tokenizer, weights_version)
         has_ranks = config.tensor_parallel_size > 1
         return InProcessRuntime(engine, tokenizer, has_ranks=has_ranks), None
+    if config.engine != OWN_ENGINE:
+        raise ConfigError(
+            f"pg_collection works with engine={OWN_ENGINE!r} alone, not {config.engine!r}; leave out "
+            "one of them"
+        )
     if config.pg_collection.tp.rank():
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
         return follower, follower
