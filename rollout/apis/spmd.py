@@ -63,8 +63,8 @@ def runtime_of(
         return InProcessRuntime(engine, tokenizer, has_ranks=has_ranks), None
     if config.engine != OWN_ENGINE:
         raise ConfigError(
-            f"pg_collection works with engine={OWN_ENGINE!r} alone, not {config.engine!r}; leave out "
-            "one of them"
+            f"pg_collection works with engine={OWN_ENGINE!r} alone, not {config.engine!r}; leave "
+            "out one of them"
         )
     if config.pg_collection.tp.rank():
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
