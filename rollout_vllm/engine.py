@@ -102,6 +102,7 @@ def _made_of(
             scheduler_cls=f"{kind.__module__}.{kind.__name__}",
             **arguments,
         ).create_engine_config()
+        _check_device(config.device)
         _check_async(arguments, vllm_config)
         core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
@@ -143,6 +144,18 @@ def _made_of(
     engine.core, engine.config = core, config
     engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
     return engine
+
+
+def _check_device(device: str) -> None:
+    """Raise ConfigError if this build of vLLM runs on another device."""
+    from vllm.platforms import current_platform
+
+    if device not in ("auto", current_platform.device_type):
+        raise ConfigError(
+            f"device={device!r} contradicts this build of vLLM, which runs on "
+            f"{current_platform.device_type!r}; leave it out, and choose GPUs by "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
