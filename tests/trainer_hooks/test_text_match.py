@@ -1,4 +1,4 @@
-"""exact_match_reward, edit_similarity_reward and NumberReward: completions beside the row's answer."""
+"""exact_match_reward, edit_similarity_reward, NumberReward: completions beside the answer."""
 
 from __future__ import annotations
 
