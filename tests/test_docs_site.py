@@ -17,7 +17,11 @@ from docs.site_hooks import on_page_markdown
 from rollout import LLM, AsyncLLM
 
 ROOT = Path(__file__).parents[1]
-API_PAGE = ROOT / "docs" / "reference" / "api.md"
+
+
+def api_page(package: str) -> str:
+    name = f"api-{package.replace('_', '-')}.md"
+    return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -39,13 +43,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", [rollout, trainer_hooks], ids=lambda each: each.__name__)
 def test_the_page_of_the_api_has_every_public_name(package: ModuleType) -> None:
-    shown = API_PAGE.read_text(encoding="utf-8").splitlines()
+    shown = api_page(package.__name__).splitlines()
     assert [name for name in package.__all__ if f"::: {package.__name__}.{name}" not in shown] == []
 
 
 @pytest.mark.parametrize("llm", [LLM, AsyncLLM], ids=lambda llm: llm.__name__)
 def test_the_page_of_the_api_has_every_public_method(llm: type) -> None:
-    page = API_PAGE.read_text(encoding="utf-8")
+    page = api_page("rollout")
     listed = re.search(rf"::: rollout\.{llm.__name__}\n.*members: \[(.*)\]", page)
     assert listed is not None
     kinds = [kind for kind in llm.__mro__ if kind.__module__.startswith("rollout.")]

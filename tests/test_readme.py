@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,21 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 def test_readme_is_read_in_a_few_minutes() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def prose_of(page: Path) -> Iterator[str]:
+    """Yield the paragraphs and list items of a page, each as one line."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) |\||#)", text):
+        if not part.startswith("|"):
+            yield " ".join(part.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paragraphs_and_list_items_are_short(page: Path) -> None:
+    if page.name == "http-fields.md":
+        pytest.skip("lists of names, which a script writes")
+    assert [part for part in prose_of(page) if len(part) > 600] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
