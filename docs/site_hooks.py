@@ -1,12 +1,26 @@
-"""What mkdocs does beside reading pages: links to files outside docs/ become names."""
+"""What mkdocs does beside reading pages: links out of docs/ become names, and code in tables may
+break behind punctuation."""
 
 from __future__ import annotations
 
 import re
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:benchmarks|examples|rollout|tests)/[^)\s]*)\)")
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_PUNCTUATION = re.compile(r"([_./:=,-]+)(?=\w)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Name files outside docs/ in place of links to them. mkdocs calls it for each page."""
     return _OUTSIDE.sub(lambda found: f"{found[1]} (`{found[2]}`)", markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Let code in cells of tables break behind punctuation, so that columns can be narrow. site.css
+    forbids breaks within words. mkdocs calls it for each page."""
+    return _CELL.sub(lambda cell: _CODE.sub(_breakable, cell[0]), html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return _PUNCTUATION.sub(r"\1<wbr>", code[0])

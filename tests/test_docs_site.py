@@ -13,7 +13,7 @@ import pytest
 
 import rollout
 import trainer_hooks
-from docs.site_hooks import on_page_markdown
+from docs.site_hooks import on_page_content, on_page_markdown
 from rollout import LLM, AsyncLLM
 
 ROOT = Path(__file__).parents[1]
@@ -61,4 +61,12 @@ def test_the_page_of_the_api_has_every_public_method(llm: type) -> None:
 def test_links_to_files_that_the_site_lacks_become_names() -> None:
     assert on_page_markdown("see [results](../benchmarks/results)") == (
         "see results (`benchmarks/results`)"
+    )
+
+
+def test_code_in_tables_may_break_behind_punctuation_alone() -> None:
+    html = "<p><code>a_b</code></p><td><code>a_b.c=1, __x</code> a_b <code>word</code></td>"
+    assert on_page_content(html) == (
+        "<p><code>a_b</code></p>"
+        "<td><code>a_<wbr>b.<wbr>c=<wbr>1, __<wbr>x</code> a_b <code>word</code></td>"
     )
