@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from decimal import Decimal
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from rollout.errors import ConfigError
 from trainer_hooks.rewards import NumberReward, edit_similarity_reward, exact_match_reward
 from trainer_hooks.rewards.text_match import edit_distance, last_number, similarity
+from trainer_hooks.train.settings import RewardSettings, RewardTerm
+from trainer_hooks.train.task import reward_runner
 
 texts = st.text("abc", max_size=7)
 integers = st.integers(-(10**6), 10**6)
@@ -116,6 +119,16 @@ def test_number_reward_spreads_the_rewards_of_wrong_answers() -> None:
 
 def test_number_reward_is_zero_for_a_cut_completion() -> None:
     assert NumberReward()(["82", "82"], ["82", 82], [True, False]) == [0.0, 1.0]
+
+
+def test_number_reward_is_a_term_of_a_job_with_partial_credit_as_an_option() -> None:
+    path, options = "trainer_hooks.rewards:NumberReward", {"partial_credit": 0.2}
+    settings = RewardSettings(terms={"number": RewardTerm(path=path, options=options)})
+    runner = reward_runner(settings)
+    assert runner is not None
+    columns = {"answer": ["82", 82], "is_truncated": [False, False]}
+    rewards = asyncio.run(runner.score(["?", "?"], ["82", "41"], [[1], [2]], columns))
+    assert rewards == [1.0, pytest.approx(0.1)]
 
 
 def test_number_reward_of_numbers_beyond_a_float_is_zero_unless_they_are_equal() -> None:
