@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from hydra import compose, initialize_config_dir
 from omegaconf import MISSING, OmegaConf
@@ -255,10 +255,8 @@ def job_page() -> str:
     """Return the page of the settings of `rollout train`."""
     with initialize_config_dir(str(_CONF), version_base="1.3"):
         composed = compose("train", ["data=jsonl"], return_hydra_config=True)
-        values = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(values, dict)
-    chosen = {group: str(option) for group, option in values["hydra"]["runtime"]["choices"].items()}
-    chosen["data"] = ""  # it has no default
+        values = cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
+    chosen = {**values["hydra"]["runtime"]["choices"], "data": ""}  # data has no default
     entries = [_CONF / f"{entry}.yaml" for entry in _ENTRIES]
     parts = [JOB, ENTRY_CONFIGS, option_table("entry", entries, "train"), GROUPS]
     for group in sorted(path for path in _CONF.iterdir() if path.is_dir()):

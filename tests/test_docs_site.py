@@ -79,3 +79,11 @@ def test_code_in_tables_may_break_behind_punctuation_alone() -> None:
         "<p><code>a_b</code></p>"
         "<td><code>a_<wbr>b.<wbr>c=<wbr>1, __<wbr>x</code> a_b <code>word</code></td>"
     )
+
+
+def test_fields_in_a_docstring_become_a_list() -> None:
+    html = "<p>size: how many,\n    at most.\nleft, right: margins.</p><p>Note: one\nmore.</p>"
+    assert on_page_content(html) == (
+        "<ul><li><code>size</code>: how many,\n    at most.</li>"
+        "<li><code>left, right</code>: margins.</li></ul><p>Note: one\nmore.</p>"
+    )
