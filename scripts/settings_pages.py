@@ -33,8 +33,10 @@ _CONF = _ROOT / "conf"
 _REFERENCE = _ROOT / "docs" / "reference"
 _ENTRIES = ("train", "smollm", "demo")
 _REQUIRED = "required"
-# "name: text" or "name, name: text", with the indented lines below it.
-_FIELDS_IN_DOCSTRING = re.compile(r"^(\w+(?:, \w+)*): ((?:.+\n?)(?:    .*\n?)*)", re.MULTILINE)
+# "name: text" or "name, name: text", with the lines below it up to the next entry, a blank line or
+# the errors. Names may be in backquotes.
+_NAMES = r"`?\w+`?(?:, `?\w+`?)*: "
+_ENTRY = re.compile(rf"^({_NAMES})(.*\n?(?:(?!{_NAMES}|Raises ).+\n?)*)", re.MULTILINE)
 # Words of a range's text, which follows "must be " in messages -> words of a table.
 _SHORTER = {
     ", in 64 bits": "",
@@ -127,13 +129,12 @@ class Row(NamedTuple):
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return what the docstrings of a dataclass and its bases say about each field, by name. An
-    entry of a docstring begins with "name: " or "name, name: " and goes on in indented lines."""
+    """Return what the docstrings of a dataclass and its bases say about each field, by name."""
     return {
         name: " ".join(text.split())
         for base in reversed(kind.__mro__)
-        for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(base) or "")
-        for name in names.split(", ")
+        for names, text in _ENTRY.findall(inspect.getdoc(base) or "")
+        for name in re.findall(r"\w+", names)
     }
 
 

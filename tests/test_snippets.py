@@ -30,7 +30,7 @@ import pytest
 from rollout import LLM, InferenceConfig
 from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.cli.main import COMMANDS, main
-from trainer_hooks.train.job import CONFIG_DIRECTORY, compose_settings
+from trainer_hooks.train.job import compose_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -197,7 +197,7 @@ def check_train(words: list[str]) -> None:
     compose_settings(
         overrides,
         options.get("--config-name", "train"),
-        CONFIG_DIRECTORY if directory is None else ROOT / directory,
+        None if directory is None else ROOT / directory,
     )
 
 

@@ -86,7 +86,9 @@ class Oven:
     shelves: how many,
         at most.
     mode, fan: what it does | how.
-    heat: in degrees.
+    `heat`: in
+    degrees.
+    Raises ConfigError for a value out of range.
     """
 
     shelves: PositiveInt

@@ -36,11 +36,10 @@ REFERENCE_HINTS = {
 class ReferenceSettings:
     """Settings for a reference that follows the policy.
 
-    sync_interval: number of training steps between two moves towards the policy. None: the
-        reference does not move. TRL: `ref_model_sync_steps`.
-    sync_weight: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
-        small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
-
+    `sync_interval`: number of training steps between two moves towards the policy. None: the
+    reference does not move. TRL: `ref_model_sync_steps`.
+    `sync_weight`: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
+    small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
     Raises ConfigError for a value out of range.
     """
 
