@@ -21,7 +21,7 @@ KINDS = {
     "same_scores": "every group scored the same: nothing was learned from the reward",
     "all_cut": "every completion was cut by the length limit",
     "all_failed": "every rollout failed",
-    "nothing_trained": "no token was trained on",
+    "nothing_trained": "nothing was trained",
     "zero_gradient": "the gradient was zero",
 }
 

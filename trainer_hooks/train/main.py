@@ -152,7 +152,7 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         # Last, where a reader of a terminal looks.
         console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
         for text in summaries[-1][metrics.WARNINGS]:
-            console.print(text, style="bold red", highlight=False)
+            console.print(text, style="bold red", highlight=False, soft_wrap=True)
         policy = find_checkpoint(run_directory / "checkpoints")
         for name, path in {"policy": policy, "report": run_directory / REPORT_NAME}.items():
             if path is not None:
