@@ -27,6 +27,7 @@ from rollout.config import CONFIG_HINTS
 from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate, load_template
+from rollout.set_aside import set_aside
 from rollout.text import as_tokenizer, has_tokenizer
 
 # SamplingParams' fields that are no settings here: `seed` is InferenceConfig's, and the command's
@@ -76,6 +77,8 @@ def run(words: Sequence[str]) -> int:
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
         output = sys.stdout
         if given.output:
+            if (earlier := set_aside(Path(given.output))) is not None:
+                print(f"moved the earlier {given.output} to {earlier}", file=sys.stderr)
             output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
         elif isinstance(output, io.TextIOWrapper):
             output.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal's encoding
