@@ -69,7 +69,9 @@ def test_faults_exit_with_1_and_json_errors_are_json(capsys: pytest.CaptureFixtu
     assert main(words) == 1
     (error,) = lines_of(capsys.readouterr().err)
     assert error["error"]["type"] == "RolloutError"
-    assert "cannot connect to http://127.0.0.1:9" in error["error"]["message"]
+    assert (
+        "no server answers at http://127.0.0.1:9 (connection refused)" in error["error"]["message"]
+    )
     assert "rollout serve" in error["error"]["message"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.cli import serve
+from rollout import apis
 from rollout.cli.main import main
 from rollout.cli.models import with_model
 from rollout.cli.settings import help_of
@@ -28,7 +28,7 @@ def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(**_: object) -> None:
         raise StartedError
 
-    monkeypatch.setattr(serve, "AsyncLLM", started)
+    monkeypatch.setattr(apis, "AsyncLLM", started)
 
 
 def test_help_lists_every_field_of_the_server_with_its_default(
@@ -103,6 +103,7 @@ def test_a_bad_template_of_the_model_is_found_before_an_engine_starts(
 ) -> None:
     chat_model.tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{")
+    (tmp_path / "config.json").write_text("{}")
     assert "the chat template cannot be read" in fault_of(capsys, str(tmp_path), "port=0")
 
 
