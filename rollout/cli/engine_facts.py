@@ -35,7 +35,8 @@ def summary(build: EngineBuild) -> str:
     return (
         f"{spec.family}, {spec.num_layers} layers, {dtype} on {device}: "
         f"{_gib(build.weights.num_bytes)} of weights and {_gib(per_block * sizes.num_blocks)} of "
-        f"KV cache, which holds {at_once:,} sequences of {sizes.max_sequence_length:,} tokens at once"
+        f"KV cache, which holds {at_once:,} sequences of {sizes.max_sequence_length:,} tokens at "
+        "once"
     )
 
 

@@ -11,6 +11,7 @@ import json
 import shlex
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rollout.cli.models import (
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.config import GIB
 from rollout.control.reports import EngineStats
+from rollout.extras import extra_needed
 from rollout.serve.config import ServeConfig
 from rollout.serve.openai.chat_template import load_template
 from rollout.text import tokenizer_of
@@ -75,6 +77,8 @@ def run(words: Sequence[str]) -> int:
     of_llm["tokenizer"] = tokenizer_of(of_llm["model"], of_llm.get("tokenizer"))
     load_template(of_llm["tokenizer"], config.chat_template)
     require_free_address(config.host, config.port)
+    with extra_needed("serve", "rollout serve"):
+        import_module("aiohttp")
     log_to_stderr(is_verbose=given.verbose)
     if not given.json:
         num_engines = of_llm.get("data_parallel_size", 1)

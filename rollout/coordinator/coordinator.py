@@ -24,7 +24,6 @@ import zmq
 
 from rollout.config import PrefixCachingCoordinatorPolicy
 from rollout.coordinator.core.context import CoordinatorLimits, Counters
-from rollout.coordinator.core.context import Counters
 from rollout.coordinator.core.core import CoordinatorCore, Outgoing
 from rollout.coordinator.core.fleet import CoordinatorState
 from rollout.coordinator.net.key_gate import Refusals

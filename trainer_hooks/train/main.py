@@ -18,7 +18,7 @@ run that starts over renames the previous run's directory to
 seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
 refused.
 
-Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
+Used by `trainer_hooks.train.command`, which reads the command line and calls `run_job`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,8 +59,7 @@ from trainer_hooks.doctor import BatchFiles
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch_step
-from trainer_hooks.train.hydra_job import run_hydra_job
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
@@ -478,21 +477,3 @@ class Training:
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
-
-
-def main() -> None:
-    """Run the job that the command line and an entry config of conf/ describe."""
-    run_hydra_job(
-        run_job,
-        JobSettings,
-        config_path=str(CONFIG_DIRECTORY),
-        config_name="train",
-        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
-    )
-
-
-def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Sets sys.argv."""
-    sys.argv = ["rollout train", *words]
-    main()
-    return 0
