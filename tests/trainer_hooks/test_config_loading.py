@@ -62,7 +62,7 @@ def test_load_dataclass_converts_nested_mappings() -> None:
         ({"seed": True}, "seed=True"),
         ({"seed": 1.5}, "seed=1.5"),
         ({"limit": "2"}, "limit='2'"),
-        ({"inner": {"learning_rate": 1.0, "names": 3}}, "inner.names=3 must be a list"),
+        ({"inner": {"learning_rate": 1.0, "names": 3}}, "inner.names=3 must be a mapping"),
         ({"inner": {"learning_rate": "???"}}, "inner.learning_rate is missing"),
         ({"inner": 3}, "inner=3 must be several settings, such as inner."),
         (

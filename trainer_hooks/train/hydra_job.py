@@ -25,7 +25,7 @@ from trainer_hooks.environments.faults import EnvironmentFailed
 from trainer_hooks.rewards.failures import RewardFunctionError
 from trainer_hooks.train.config_loading import as_plain, load_dataclass
 from trainer_hooks.train.override_help import override_help
-from trainer_hooks.train.overrides import check_words, read_words
+from trainer_hooks.train.overrides import read_words, settings_of
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def run_hydra_job(
         text = override_help(kind, Path(config_path), words)
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
         return
-    check_words(words, kind, Path(config_path))
+    settings_of(words, kind, Path(config_path))  # raises what Hydra would print
     sys.argv[1:] = words.all
     hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(
         compose_and_call

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from hydra import compose, initialize_config_dir
-
 import trainer_hooks
 from rollout import ConfigError, InferenceConfig, SamplingParams
 from rollout.config import MAX_THREADS
@@ -35,8 +33,7 @@ from trainer_hooks.losses.config import (
     AdvantageNormalization,
     PolicyLossConfig,
 )
-from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.overrides import checked_overrides
+from trainer_hooks.train.overrides import read_words, settings_of
 from trainer_hooks.train.settings import (
     LOCAL_LAUNCHER,
     TORCHRUN_LAUNCHER,
@@ -346,9 +343,8 @@ def compose_settings(
     configs of conf/.
     Raises ConfigError for a key or a value that JobSettings does not accept.
     """
-    checked = checked_overrides(overrides, JobSettings)
-    if config_directory is not None:
-        checked.append(f"hydra.searchpath=[file://{CONFIG_DIRECTORY.resolve()}]")
-    directory = config_directory or CONFIG_DIRECTORY
-    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
-        return load_dataclass(JobSettings, compose(config_name, checked))
+    own = [] if config_directory is None else ["--config-dir", str(config_directory)]
+    words = read_words([*own, *overrides], JobSettings, config_name)
+    settings = settings_of(words, JobSettings, CONFIG_DIRECTORY)
+    assert settings is not None, "no multirun"
+    return settings

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hydra import initialize_config_dir
 from hydra._internal.utils import get_args_parser
@@ -32,6 +32,7 @@ from trainer_hooks.train.config_loading import (
     unknown_key_error,
 )
 
+T = TypeVar("T")
 _NO_ENTRIES = ("_dummy_empty_config_", "base")
 # Suffix of a file of prompts -> the option of the group `data` that reads it.
 _READERS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -82,8 +83,9 @@ def is_override(argument: str) -> bool:
     return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
 
 
-def check_words(words: Words, kind: type, directory: Path) -> None:
-    """Compose the config of a command line, and load it as a `kind` unless it is a multirun.
+def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
+    """Compose the config of a command line and return it as a `kind`; None for a multirun, whose
+    jobs have a config each.
 
     `directory`: directory of the job's config files. Raises ConfigError.
     """
@@ -97,9 +99,10 @@ def check_words(words: Words, kind: type, directory: Path) -> None:
         config = _composed(
             lambda: loader.load_configuration(words.options.config_name, words.overrides, mode)
         )
-        if mode is RunMode.RUN:
-            own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
-            load_dataclass(kind, own)
+        if mode is RunMode.MULTIRUN:
+            return None
+        own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
+        return load_dataclass(kind, own)
 
 
 @contextmanager
@@ -250,10 +253,8 @@ def _remedy_of_word(word: str, before: Sequence[str], kind: type) -> str:
     if word.endswith((".jsonl", ".json", ".parquet")):
         return f"for a file of prompts give data={_READERS[Path(word).suffix]} data.path={word}"
     key = word.replace("-", "_")
-    if key in field_types(kind) or key.partition(".")[0] in field_types(kind):
+    if "." in key and key.partition(".")[0] in field_types(kind):
         return f"give it a value: {word}=VALUE"
-    if (found := _key_of(key, kind)) is not None:
-        return f"give it a value: {found}=VALUE"
     if ":" in word:
         return f"for a reward function give reward={word}"
     for override in before:
@@ -263,6 +264,8 @@ def _remedy_of_word(word: str, before: Sequence[str], kind: type) -> str:
             f"if it belongs to the value before it, quote that: {quoted}; for an entry config give "
             f"--config-name {word}"
         )
+    if (found := key if key in field_types(kind) else _key_of(key, kind)) is not None:
+        return f"give it a value: {found}=VALUE"
     return f"for an entry config give --config-name {word}; see rollout train --help"
 
 
