@@ -201,7 +201,9 @@ def _generate(
     # Finished groups whose turn to be written has not come, by the index of their prompt.
     waiting: dict[int, Sequence[requests.DynamicInferenceRequest]] = {}
     num_written = 0
-    with _progress(len(prompts), is_shown=not is_json and sys.stderr.isatty()) as advance:
+    # Samples that appear on the same terminal would be written into the bar.
+    is_shown = not is_json and sys.stderr.isatty() and not output.isatty()
+    with _progress(len(prompts), is_shown=is_shown) as advance:
         for _ in prompts:
             for group in llm.collect(num_groups=1):
                 waiting[index_of[group.group_id]] = group.requests

@@ -120,6 +120,15 @@ def test_generate_shows_a_progress_bar_in_a_terminal_if_rich_is_installed(
     assert ("prompts" in shown and "2/2" in shown and "tokens/s" in shown) == has_rich
 
 
+def test_generate_on_a_terminal_says_how_to_type_and_how_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1, 2, 3]})
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["generate", directory(), *SMALL, "num_tokens_to_generate=1"]) == 0
+    assert capsys.readouterr().err.startswith("type prompts, one a line; Ctrl-D on an empty line")
+
+
 def test_generate_writes_the_samples_of_llm_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,7 +294,10 @@ def test_bench_counts_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("first_token_s", "per_token_s", "total_s"):
         assert 0 < result[name]["p50"] <= result[name]["p99"]
     assert main(["bench", f"model={directory()}", *SMALL, *load]) == 0
-    assert "time to first token" in capsys.readouterr().out
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("offline, ")
+    assert any(line.endswith(" generated tokens/s") for line in lines)
+    assert any(line.startswith("time to first token, ms") for line in lines)
 
 
 def test_explain_shows_values_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,6 +316,8 @@ def test_explain_shows_values_and_reasons(capsys: pytest.CaptureFixture[str]) ->
     assert facts["forward pass in one call"]["value"] == one_call
     assert main(["explain", f"model={directory()}", *SMALL]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("qwen3, 2 layers, float32 on cpu: ")
+    assert "matrix products: --products lists them" in shown or load_library() is None
     assert "KV blocks" in shown
     assert "as given" in shown
 
