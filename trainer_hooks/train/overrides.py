@@ -283,8 +283,10 @@ def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: typ
 
 def _choices_of(override: Override) -> list[str]:
     """Return the options that an override of a group chooses; several for a sweep or a list."""
-    value = override.sweep_iterator() if override.is_sweep_override() else override.value()
-    if value is None or isinstance(value, str | int | float):
+    value: Any = override.sweep_iterator() if override.is_sweep_override() else override.value()
+    if value is None:  # no option of the group
+        return []
+    if isinstance(value, str | int | float):
         return [str(value)]
     return [str(each).strip("'\"") for each in value]
 
