@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,16 @@ def test_serve_refuses_before_it_starts_anything(
 ) -> None:
     assert main(["serve", f"model={directory()}", word]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_serve_answers_a_model_without_weights_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(Path(directory(), "config.json"), tmp_path)
+    capfd.readouterr()
+    assert main(["serve", str(tmp_path), "port=0", "seed=1", "num_threads=1"]) == 1
+    (said,) = capfd.readouterr().err.splitlines()  # of this process and of the engine's
+    assert said.startswith(f"rollout: error: {tmp_path} has neither model.safetensors nor")
 
 
 def test_top_shows_what_the_engines_do(capsys: pytest.CaptureFixture[str]) -> None:
