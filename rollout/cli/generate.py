@@ -198,7 +198,7 @@ def _generate(
         [line.prompt for line in prompts], params, more.n, priority=more.priority
     )
     index_of = {group_id: index for index, group_id in enumerate(group_ids)}
-    # Finished groups whose turn to be written has not come, by the index of their prompt.
+    # Finished groups that wait for an earlier prompt, by the index of their own prompt.
     waiting: dict[int, Sequence[requests.DynamicInferenceRequest]] = {}
     num_written = 0
     # Samples that appear on the same terminal would be written into the bar.
