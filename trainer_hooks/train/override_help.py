@@ -23,6 +23,7 @@ from trainer_hooks.train.overrides import (
     Words,
     check_groups,
     entry_configs,
+    errors_on_one_line,
     groups_of,
     opened_configs,
     parsed_override,
@@ -56,7 +57,7 @@ def override_help(kind: type, directory: Path, words: Words) -> str:
     `directory`: directory of the configs. `words`: the command line.
     Raises ConfigError for a config or an option that does not exist.
     """
-    with opened_configs(directory, words) as loader:
+    with opened_configs(directory, words) as loader, errors_on_one_line():
         return "\n".join(_help(kind, loader, words))
 
 

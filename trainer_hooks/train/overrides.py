@@ -28,6 +28,7 @@ from rollout.keyword_hints import field_types, remedy_of_unknown
 from trainer_hooks.train.config_loading import (
     dataclass_by_name,
     dataclass_of,
+    hint_for,
     load_dataclass,
     unknown_key_error,
 )
@@ -95,11 +96,15 @@ def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
         for override in parsed:
             if override.is_sweep_override() and mode is RunMode.RUN:
                 raise _several_values(override, kind)
-        check_groups(loader, words.options.config_name, parsed, kind, mode)
-        config = _composed(
-            lambda: loader.load_configuration(words.options.config_name, words.overrides, mode)
-        )
+        with errors_on_one_line():
+            try:
+                config = loader.load_configuration(words.options.config_name, words.overrides, mode)
+            except HydraException:
+                check_groups(loader, words.options.config_name, parsed, kind, mode)
+                raise
         if mode is RunMode.MULTIRUN:
+            if not config.hydra.searchpath:  # whose options the loader does not list
+                check_groups(loader, words.options.config_name, parsed, kind, mode)
             return None
         own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
         return load_dataclass(kind, own)
@@ -124,6 +129,16 @@ def opened_configs(directory: Path, words: Words) -> Iterator[Any]:
             remedy = remedy_of_unknown(name, known, f"one of: {', '.join(known)}", cutoff=0.6)
             raise ConfigError(f"--config-name {name} is unknown; {remedy}")
         yield loader
+
+
+@contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Turn Hydra's errors in the block into ConfigErrors of one line."""
+    try:
+        yield
+    except HydraException as error:
+        message = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{message}; see rollout train --help") from error
 
 
 def entry_configs(loader: Any) -> list[str]:
@@ -154,7 +169,7 @@ def check_groups(
         return
     # Only a multirun may leave a group open, so this call lists all that are.
     lines = [override.input_line or "" for override in overrides]
-    composed = _composed(lambda: loader.compute_defaults_list(config_name, lines, RunMode.MULTIRUN))
+    composed = loader.compute_defaults_list(config_name, lines, RunMode.MULTIRUN)
     for group, choice in composed.overrides.known_choices.items():
         if choice == MISSING:
             options = loader.get_group_options(group)
@@ -223,20 +238,11 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see rollout train --help")
 
 
-def _composed(compose: Any) -> Any:
-    """Return `compose()`. Hydra's errors become a ConfigError of one line."""
-    try:
-        return compose()
-    except HydraException as error:
-        message = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{message}; see rollout train --help") from error
-
-
 def _remedy(name: str, value: str, kind: type) -> str:
     """Return how an unknown option is written as an override."""
     key = name if name in field_types(kind) else _key_of(name, kind)
     if key is None:
-        return "settings are written KEY=VALUE; see rollout train --help"
+        return hint_for(name) or "settings are written KEY=VALUE; see rollout train --help"
     return f"settings are written KEY=VALUE: {key}={value}"
 
 
