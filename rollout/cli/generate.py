@@ -35,6 +35,7 @@ from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, 
 from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate, load_template
+from rollout.set_aside import set_aside
 from rollout.text import as_tokenizer, has_tokenizer
 
 # SamplingParams' fields that are no settings here: `seed` is InferenceConfig's, and the command's
@@ -119,11 +120,14 @@ def run(words: Sequence[str]) -> int:
         output = sys.stdout
         if given.output:
             try:
+                earlier = set_aside(Path(given.output))
                 output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
             except OSError as error:
                 raise UsageError(
                     f"--output {given.output}: {error.strerror}; give a file that can be written"
                 ) from error
+            if earlier is not None:
+                print(f"moved the earlier {given.output} to {earlier}", file=sys.stderr)
         elif isinstance(output, io.TextIOWrapper):
             output.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal's encoding
         with make_llm(of_llm) as llm:

@@ -34,7 +34,10 @@ COMMANDS = {
 }
 # Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
-ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # their help texts
+ABOUT_PACKAGES = {  # their help texts
+    "train": "train a model by reinforcement learning",
+    "report": "draw the curves of training runs, as a page or a figure",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -275,7 +275,8 @@ def test_text_is_read_from_a_file_and_written_to_one(
     assert main([*base, *files, "num_tokens_to_generate=3"]) == 0
     (row,) = lines_of(target.read_text())
     assert row["prompt_token_ids"] == [65, 1, 30], "a, ! and > by the template"
-    capsys.readouterr()
+    assert f"moved the earlier {target} to {target}.previous" in capsys.readouterr().err
+    assert lines_of(Path(f"{target}.previous").read_text()) == rows
     source.write_text('{"prompt": "ab"\n{"prompt": "cd"}\n')
     assert main([*base, *files]) == 2
     assert f"{source}, line 1 is not JSON" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
 from rollout.requests import DynamicInferenceRequest
+from rollout.set_aside import set_aside
 from trainer_hooks.checkpoint import NUM_KEPT, read_trainer_state
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.doctor.diagnosis import Diagnosis, diagnose
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _USAGE_ERROR
     console.print(report(diagnosis))
     if given.json is not None:
+        if (earlier := set_aside(given.json)) is not None:
+            errors.print(f"moved the earlier {given.json} to {earlier}", highlight=False)
         given.json.write_text(json.dumps(diagnosis.as_json(), indent=2) + "\n", encoding="utf-8")
     return EXIT_CODES[diagnosis.verdict]
 

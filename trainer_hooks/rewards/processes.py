@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 Watch = Callable[[], AbstractContextManager[None]]
 
 
-def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Run `work` in a daemon thread, which does not delay the program's exit.
+def in_thread(work: Callable[[], Result], name: str = "reward") -> asyncio.Future[Result]:
+    """Run `work` in a daemon thread `name`, which does not delay the program's exit.
 
     Returns a future of its result or error. A StopIteration becomes a RewardFailed, since a future
     cannot hold it.
@@ -57,7 +57,7 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits the result
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

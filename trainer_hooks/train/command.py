@@ -6,7 +6,6 @@ imported once the command line has no mistake.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -36,8 +35,5 @@ def run(words: Sequence[str]) -> int:
         JobSettings,
         config_path=str(CONFIG_DIRECTORY),
         config_name="train",
-        shows_config=lambda settings: (
-            settings.logger.console and os.environ.get("RANK") in (None, "0")
-        ),
     )
     return 0

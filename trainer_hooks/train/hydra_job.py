@@ -1,8 +1,7 @@
 """Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
 
-Used by `trainer_hooks.train.command` (`run_hydra_job`) and `trainer_hooks.train.run_files`
-(`wandb_names`). It rewrites sys.argv and
-prints the config.
+Used by `trainer_hooks.train.command` (`run_hydra_job`), `trainer_hooks.train.main`
+(`given_overrides`) and `trainer_hooks.train.run_files` (`wandb_names`). It rewrites sys.argv.
 """
 
 from __future__ import annotations
@@ -10,20 +9,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from rich.console import Console, RenderableType
-from rich.syntax import Syntax
+from omegaconf import DictConfig
+from rich.console import Console
 
 import trainer_hooks
 from rollout.errors import ConfigError
 from trainer_hooks.environments.faults import EnvironmentFailed
 from trainer_hooks.rewards.failures import RewardFunctionError
-from trainer_hooks.train.config_loading import as_plain, load_dataclass
+from trainer_hooks.train.config_loading import load_dataclass
 from trainer_hooks.train.override_help import override_help
 from trainer_hooks.train.overrides import read_words, settings_of
 
@@ -31,17 +29,12 @@ T = TypeVar("T")
 
 
 def run_hydra_job(
-    job: Callable[[T], None],
-    kind: type[T],
-    config_path: str,
-    config_name: str,
-    shows_config: Callable[[T], bool] = lambda settings: True,
+    job: Callable[[T], None], kind: type[T], config_path: str, config_name: str
 ) -> None:
-    """Compose the config from the command line, print it, and call `job` with it as a `kind`.
+    """Compose the config from the command line and call `job` with it as a `kind`.
 
     `kind`: the dataclass of the whole config.
     `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
-    `shows_config`: returns whether to print a loaded config.
     `--multirun` calls `job` once per combination, and `--help` prints `override_help` instead.
     Raises ConfigError for a mistake on the command line, before `job` is called. A ConfigError of
     `job`, non-finite gradients, and a reward function or environment that never succeeds raise
@@ -51,10 +44,7 @@ def run_hydra_job(
     def compose_and_call(config: DictConfig) -> None:
         # These errors end a job with their message alone; for others Hydra prints a traceback.
         try:
-            settings = load_dataclass(kind, config)
-            if shows_config(settings):
-                Console().print(config_report(settings))
-            job(settings)
+            job(load_dataclass(kind, config))
         except (ConfigError, EnvironmentFailed, RewardFunctionError) as error:
             raise SystemExit(f"rollout: error: {error}") from error
         except trainer_hooks.NonFiniteGradientError as error:
@@ -72,6 +62,13 @@ def run_hydra_job(
     )()
 
 
+def given_overrides() -> list[str]:
+    """Return the overrides of the running Hydra job, as `key=value`; [] outside of a Hydra job."""
+    if not HydraConfig.initialized():
+        return []
+    return [override.lstrip("+") for override in HydraConfig.get().overrides.task]
+
+
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:
     """Return the name and the group of a W&B run. `part`: part of the job, such as "seed_0".
 
@@ -79,12 +76,5 @@ def wandb_names(run_name: str, part: str) -> tuple[str, str]:
     """
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
         return f"{run_name}-{part}", run_name
-    job, overrides = HydraConfig.get().job, HydraConfig.get().overrides.task
-    given = ",".join(item.lstrip("+") for item in overrides)
-    return f"{run_name}-{job.num}-{part}-{given}", f"{run_name}-multirun"
-
-
-def config_report(settings: Any) -> RenderableType:
-    """Return the loaded config as coloured YAML, for a rich Console."""
-    yaml = OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
-    return Syntax(yaml.rstrip(), "yaml", background_color="default")
+    number, given = HydraConfig.get().job.num, ",".join(given_overrides())
+    return f"{run_name}-{number}-{part}-{given}", f"{run_name}-multirun"

@@ -59,6 +59,13 @@ from trainer_hooks.update.settings import (
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 _MAX_SEED = 2**32 - 1  # of numpy's generators
+# Names of algorithms by the kind of their loss; others have the kind's name in capitals. DAPO is
+# more than its loss (dynamic sampling, penalties for length), and PPO has a critic.
+ALGORITHM_TITLES = {
+    "dapo": "GRPO with DAPO's loss",
+    "ppo": "GRPO with PPO's loss",
+    "dr_grpo": "Dr. GRPO",
+}
 AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
@@ -160,6 +167,15 @@ class AlgorithmSettings(Settings):
                 f"algorithm.reference.sync_interval={self.reference.sync_interval} without a KL "
                 "term; set algorithm.loss.kl_coefficient or algorithm.reward_kl_coefficient"
             )
+
+    @property
+    def title(self) -> str:
+        """Name of the algorithm, for people."""
+        if self.critic is not None:
+            return "PPO"
+        if self.advantage_estimator != "group":
+            return "REINFORCE++"
+        return ALGORITHM_TITLES.get(self.loss.kind, self.loss.kind.upper())
 
     @property
     def needs_reference(self) -> bool:
@@ -326,10 +342,7 @@ class JobSettings(Settings):
     @property
     def title(self) -> str:
         """The job's algorithm and data, for tables and plots."""
-        kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
-        if self.algorithm.advantage_estimator != "group":
-            kind = "REINFORCE++"
-        return f"{kind}, {self.data.shown_title}"
+        return f"{self.algorithm.title}, {self.data.shown_title}"
 
 
 def compose_settings(

@@ -110,6 +110,13 @@ class ModelSettings(Settings):
             )
 
     @property
+    def title(self) -> str:
+        """What is trained, for people: the checkpoint or the shape, and the adapter's rank."""
+        shape = ", ".join(f"{name}={value}" for name, value in self.shape.items())
+        adapter = "" if self.lora is None else f", LoRA adapter of rank {self.lora.rank}"
+        return (self.path or f"random weights, {shape}") + adapter
+
+    @property
     def shape(self) -> dict[str, Any]:
         """Arguments of a random model's config, by name; all values are None if `path` is set."""
         names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]

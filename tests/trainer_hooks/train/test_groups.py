@@ -179,10 +179,11 @@ JOB = """
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.train.hydra_job import run_hydra_job, wandb_names
+from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
+    print("given", *given_overrides())
     print("wandb", *wandb_names(settings.run_name, "seed_0"))
     if settings.run_name == "unfit":
         raise ConfigError("the checkpoint is of another model")
@@ -237,7 +238,8 @@ def test_multirun_passes_overrides_to_every_job_in_any_directory(tmp_path: Path)
     job = run_job(tmp_path, "run_name=sweep", "--multirun", sizes, high)
     assert job.returncode == 0, job.stderr
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
-    assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
+    shared = "run_name=sweep algorithm.group_size={} algorithm.loss.epsilon_high=0.4"
+    assert re.findall("given (.+)", job.stdout) == [shared.format(size) for size in (4, 6)]
     names = "sweep-{0}-seed_0-run_name=sweep,algorithm.group_size={1},{2}"
     assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
         (names.format(number, size, high), "sweep-multirun") for number, size in ((0, 4), (1, 6))
