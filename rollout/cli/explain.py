@@ -22,7 +22,8 @@ from rollout.cli.models import (
     settings_help,
     with_model,
 )
-from rollout.cli.settings import Parser, read_settings
+from rollout.cli.settings import Parser, UsageError, read_settings
+from rollout.config import OWN_ENGINE
 
 if TYPE_CHECKING:  # it imports torch
     from rollout.cli.engine_facts import Fact
@@ -38,11 +39,18 @@ def run(words: Sequence[str]) -> int:
     kinds = {**MODEL_KINDS, **CONFIG_KINDS}
     given = parser.parse(words, kinds, hints=LLM_HINTS)
     (of_llm,) = read_settings(with_model(given.settings), kinds, hints=LLM_HINTS)
+    if of_llm.get("engine", OWN_ENGINE) != OWN_ENGINE:
+        raise UsageError(
+            f"engine={of_llm['engine']} is not described by rollout explain; leave out engine="
+        )
     with make_llm(of_llm) as llm:
         # Imports torch, which takes seconds, so not before the words are checked.
         from rollout.cli.engine_facts import facts_of, summary
+        from rollout.engine.build import DynamicInferenceEngine
 
-        build = llm.engine.build
+        engine = llm.engine
+        assert isinstance(engine, DynamicInferenceEngine), "it was asked for"
+        build = engine.build
         sentence, sections = summary(build), facts_of(build)
         products = build.backend.ops.explain().splitlines()
     if given.json:

@@ -15,7 +15,7 @@ _HOMES = {
     "trainer_hooks.rewards.reward_model": "BatchedReward RewardModel",
     "trainer_hooks.rewards.runner": "RewardRunner as_runner",
     "trainer_hooks.rewards.scoring": "score_rollouts",
-    "trainer_hooks.rewards.text_match": "edit_similarity_reward exact_match_reward",
+    "trainer_hooks.rewards.text_match": "NumberReward edit_similarity_reward exact_match_reward",
 }
 __getattr__, __all__ = _lazy_names(__name__, _HOMES)
 

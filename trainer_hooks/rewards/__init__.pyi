@@ -15,6 +15,7 @@ from trainer_hooks.rewards.reward_model import RewardModel as RewardModel
 from trainer_hooks.rewards.runner import RewardRunner as RewardRunner
 from trainer_hooks.rewards.runner import as_runner as as_runner
 from trainer_hooks.rewards.scoring import score_rollouts as score_rollouts
+from trainer_hooks.rewards.text_match import NumberReward as NumberReward
 from trainer_hooks.rewards.text_match import edit_similarity_reward as edit_similarity_reward
 from trainer_hooks.rewards.text_match import exact_match_reward as exact_match_reward
 
