@@ -232,7 +232,6 @@ def _shared_settings(
     with, and what decides about requests and updates."""
     model = vllm_config.model_config
     values: dict[str, Any] = {
-        "engine": "vllm",
         "max_sequence_length": inputs.max_sequence_length,
         "end_token_ids": sorted(inputs.end_ids),
         "dtype": str(model.dtype),

@@ -42,7 +42,7 @@ for what in (
     lambda: llm.generate([[1, 2, 3]], params, progress=True),
     lambda: llm.serve(rollout.ServeConfig(port=0), blocking=False),
     lambda: importlib.import_module("trainer_hooks.metrics").ProgressView(),
-    lambda: importlib.import_module("trainer_hooks.train"),
+    lambda: importlib.import_module("trainer_hooks.train").Dashboard,
     lambda: importlib.import_module("trainer_hooks.environments.chat_endpoint"),
 ):
     try:
@@ -53,7 +53,8 @@ llm.shutdown()
 small = ("buffer_size_gb=0.001", "num_tokens_to_generate=3", "--token-ids")
 print("exit code", main(["generate", sys.argv[2], *small]))
 for command in ("serve", "bench", "explain", "top", "train"):
-    print(command, main([command]), file=sys.stderr)
+    words = [command, sys.argv[2]] if command == "serve" else [command]
+    print(command, main(words), file=sys.stderr)
 """
 
 

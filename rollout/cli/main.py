@@ -79,6 +79,8 @@ def _run(words: list[str]) -> int:
     else:
         known = [*COMMANDS, *others]
         remedy = remedy_of_unknown(name, known, f"one of: {', '.join(known)}", cutoff=0.6)
+        if os.path.isdir(name):
+            remedy = f"for a model give `rollout serve {name}`"
         raise UsageError(f"unknown command {name!r}; {remedy}")
     exit_code: int = run(rest)
     return exit_code

@@ -27,6 +27,7 @@ OWN_MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 # Fields of InferenceConfig that change the results of requests, or which updates are accepted.
 SHARED_CONFIG_FIELDS = (
+    "engine",
     *("kv_cache_management_mode", "max_kv_staleness_versions", "prefix_reuse_across_versions"),
     *("enable_chunked_prefill", "materialize_only_last_token_logits", "deterministic"),
     "record_routing",

@@ -1,6 +1,6 @@
 """GroupMaker: samples a group of rollouts of one prompt and scores them.
 
-Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluate` uses `sample_rollouts`, and
+Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluation` uses `sample_rollouts`, and
 environments generate their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner,
 and keeps no group.
 """

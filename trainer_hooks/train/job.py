@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from hydra import compose, initialize_config_dir
-
+import trainer_hooks
 from rollout import ConfigError, InferenceConfig, SamplingParams
 from rollout.config import MAX_THREADS, OWN_ENGINE
 from rollout.ranges import (
@@ -28,11 +27,13 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import TrainedTemperature
-from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
-from trainer_hooks.losses import POLICY_LOSS_KINDS
-from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
-from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.hydra_job import checked_overrides
+from trainer_hooks.losses.config import (
+    POLICY_LOSS_KINDS,
+    AdvantageBaseline,
+    AdvantageNormalization,
+    PolicyLossConfig,
+)
+from trainer_hooks.train.overrides import read_words, settings_of
 from trainer_hooks.train.settings import (
     LOCAL_LAUNCHER,
     TORCHRUN_LAUNCHER,
@@ -48,7 +49,11 @@ from trainer_hooks.train.settings import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.update.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
+from trainer_hooks.update.settings import (
+    DEFAULT_MAX_SKIPPED_STEPS,
+    MaxSkippedSteps,
+    ReferenceSettings,
+)
 
 # A link to conf/ in a checkout, a directory in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
@@ -192,9 +197,9 @@ class AlgorithmSettings(Settings):
         return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
-    def update_settings(self) -> UpdateSettings:
+    def update_settings(self) -> trainer_hooks.UpdateSettings:
         """Settings of `update_policy` and of micro-batches, taken from these settings."""
-        return UpdateSettings(
+        return trainer_hooks.UpdateSettings(
             num_iterations=self.num_iterations,
             num_minibatches=self.num_minibatches,
             max_tokens=self.max_tokens_per_forward,
@@ -390,9 +395,8 @@ def compose_settings(
     configs of conf/.
     Raises ConfigError for a key or a value that JobSettings does not accept.
     """
-    checked = checked_overrides(overrides, JobSettings)
-    if config_directory is not None:
-        checked.append(f"hydra.searchpath=[file://{CONFIG_DIRECTORY.resolve()}]")
-    directory = config_directory or CONFIG_DIRECTORY
-    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
-        return load_dataclass(JobSettings, compose(config_name, checked))
+    own = [] if config_directory is None else ["--config-dir", str(config_directory)]
+    words = read_words([*own, *overrides], JobSettings, config_name)
+    settings = settings_of(words, JobSettings, CONFIG_DIRECTORY)
+    assert settings is not None, "no multirun"
+    return settings

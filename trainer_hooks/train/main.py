@@ -18,7 +18,7 @@ skipped/ (batches of steps with non-finite gradients). A run that starts over re
 run's directory to seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by
 another job is refused.
 
-Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
+Used by `trainer_hooks.train.command`, which reads the command line and calls `run_job`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,8 +64,7 @@ from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.dashboard import Dashboard, watch, watch_step
-from trainer_hooks.train.hydra_job import run_hydra_job
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
 from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
@@ -560,15 +559,3 @@ class Training:
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
-
-
-def main() -> None:
-    """Run the job that the command line and an entry config of conf/ describe."""
-    run_hydra_job(run_job, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="train")
-
-
-def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Sets sys.argv."""
-    sys.argv = ["rollout train", *words]
-    main()
-    return 0

@@ -31,7 +31,7 @@ from rollout.errors import ConfigError
 from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
 from trainer_hooks.environments import EnvironmentRollouts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
-from trainer_hooks.evaluate import evaluate
+from trainer_hooks.evaluation import evaluate
 from trainer_hooks.pretrained import load_pretrained
 from trainer_hooks.producer.groups import GeneratesAsync, RolloutLLM
 from trainer_hooks.prompts.chat_format import ChatFormat

@@ -23,7 +23,7 @@ from rollout.config import OWN_ENGINE
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from rollout.text import as_tokenizer, encode_prompt
-from trainer_hooks.evaluate import evaluate
+from trainer_hooks.evaluation import evaluate
 from trainer_hooks.phase import generation_phase
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.train.settings import WarmupSettings

@@ -130,7 +130,7 @@ def test_doctor_command_refuses_files_that_it_cannot_examine(tmp_path: Path, cap
     assert main([str(tmp_path / "batch.pt"), *paths]) == 2
     assert "--older=" in capsys.readouterr().err
     assert main(["[/odd].pt"]) == 2
-    assert "[/odd].pt was not written by save_rollouts" in capsys.readouterr().err
+    assert "[/odd].pt does not exist" in capsys.readouterr().err
 
 
 def test_diagnose_is_inconclusive_if_no_weights_are_known(tmp_path: Path) -> None:

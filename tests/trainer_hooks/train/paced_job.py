@@ -86,8 +86,8 @@ def main() -> None:
     """Run the job with a Learner that waits for permission. At the end of the input all steps are
     allowed.
     """
+    from trainer_hooks.train.command import run
     from trainer_hooks.train.learner import Learner
-    from trainer_hooks.train.main import run
 
     update, allowed = Learner.update, 0.0
 
