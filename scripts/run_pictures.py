@@ -122,14 +122,16 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """Return how well the screen suits: 2 for a dashboard after `step` with a part of the next
-    batch, 1 for another dashboard after `step`, 0 for any other screen.
+    """Return how well the screen suits: 3 for a dashboard after `step` with a part of the next
+    batch and its reward, 2 with a part of the next batch, 1 for another dashboard after `step`, 0
+    for any other screen.
     """
     shown = "\n".join(lines)
     steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
     if steps is None or samples is None or int(steps[1]) < step:
         return 0
-    return 2 if 0 < int(samples[1]) < int(samples[2]) else 1
+    is_part = 0 < int(samples[1]) < int(samples[2])
+    return 1 + is_part + (is_part and "next batch" in shown)
 
 
 def text_of(screen: Any) -> Text:

@@ -131,6 +131,27 @@ def test_dashboard_resets_counts_that_a_row_lacks() -> None:
     assert "filtered" not in text_of(dashboard)
 
 
+def test_dashboard_shows_no_gradient_of_an_earlier_step() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    dashboard.show({"trainer/step": 1, "train/grad_norm": 0.5, "train/learning_rate": 1e-6})
+    assert "grad 0.50   lr 1e-06" in text_of(dashboard)
+    dashboard.show({"trainer/step": 2, "train/learning_rate": 1e-6})
+    assert "grad" not in text_of(dashboard)
+    assert "lr 1e-06" in text_of(dashboard)
+
+
+def test_dashboard_announces_in_place_of_an_earlier_text() -> None:
+    output = io.StringIO()
+    dashboard = Dashboard(Console(file=output, force_terminal=True, width=80, height=24))
+    dashboard.announce("stopping soon")
+    assert "stopping soon" in output.getvalue(), "before the dashboard is drawn"
+    dashboard.show({"trainer/step": 1})
+    dashboard.announce("stopping now")
+    dashboard.close()
+    assert text_of(dashboard).startswith("stopping now")
+    assert "stopping now" in output.getvalue()
+
+
 def test_dashboard_draws_no_reward_of_a_failed_batch() -> None:
     dashboard = Dashboard(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     dashboard.show({"trainer/step": 1, "reward": math.nan})

@@ -125,7 +125,7 @@ def test_rollout_report_writes_curves_ages_times_lengths_and_samples(
         "tokens trained on, by age in versions",
         "time of a step, shares",
         "staleness of all tokens trained on",
-        "completion length, tokens, samples",
+        "lengths of samples, tokens",
     ], "no loss was finite"
     for part in (
         "GRPO & <own>",
@@ -137,10 +137,10 @@ def test_rollout_report_writes_curves_ages_times_lengths_and_samples(
     ):
         assert part in words(page), part
     assert shown_values(page, "staleness of all tokens trained on") == {
-        str(tmp_path.name): {"0 versions old": "75.0%", "1 versions old": "25.0%"}
+        str(tmp_path.name): {"staleness 0": "75.0%", "staleness 1": "25.0%"}
     }
-    assert shown_values(page, "completion length, tokens, samples") == {
-        "steps 2 to 2": {f"{n} to {n} tokens": f"{100 * (n == 9)}.0%" for n in range(10)}
+    assert shown_values(page, "lengths of samples, tokens") == {
+        "step 2": {f"{n} to {n} tokens": f"{100 * (n == 9)}.0%" for n in range(10)}
     }, "the failed sample is not counted"
     assert not re.search(r"""(src|href)=["'](?!#)|url\(|@import""", page), "nothing is fetched"
 
@@ -243,9 +243,23 @@ def test_rollout_report_of_several_runs_draws_them_over_each_other(
         },
         "b": {"step 1": "0.5", "step 2": "1"},
     }
-    assert shown_values(page, "completion length, tokens, samples of the last steps")["b"]
+    assert shown_values(page, "lengths of the last steps' samples, tokens")["b"]
     assert "0.300 (0.150 to 0.450) → 0.700 (0.350 to 1.050)" in words(page)
     assert "<h1>a · b</h1>" in page
+
+
+def test_report_of_many_runs_draws_no_bands_and_says_so(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in "abcde"]
+    for directory in runs:
+        for seed in (0, 1):
+            write_run(directory / f"seed_{seed}", metric_rows(2, 0.1 + seed))
+    page = write_report(*runs[:4], output=tmp_path / "four.html").read_text()
+    assert "mean of seeds; band: lowest to highest" in words(page)
+    assert 'class="range' in page
+    page = write_report(*runs, output=tmp_path / "five.html").read_text()
+    assert "mean of seeds" in words(page)
+    assert "band: lowest" not in words(page)
+    assert 'class="range' not in page
 
 
 def test_report_names_runs_by_what_differs_in_their_paths(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ ACTIVITIES = {
     "update": "updating weights",
     "evaluate": "evaluating",
     "checkpoint": "saving",
+    "other": "",
 }
 
 
@@ -166,12 +167,14 @@ class Dashboard:
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
-        has any. A row lacks those that are 0. A training step's row also replaces the warnings.
+        has any. A row lacks those that are 0. A training step's row also replaces the warnings, and
+        the metrics `train/*`, of which a step without an update has few.
         """
         if "reward" in metrics:
             self._latest.pop(WARNINGS, None)
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
-        groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
+        for group in ("rollouts/", "train/"):
+            groups |= {group} if any(n.startswith(group) for n in metrics) else set()
         for name in [n for n in self._latest if n.startswith(tuple(groups))]:
             del self._latest[name]
 

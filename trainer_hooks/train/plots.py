@@ -15,7 +15,7 @@ from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
 from trainer_hooks.files import replace_file
 from trainer_hooks.train.report_charts import LABELS
-from trainer_hooks.train.run_results import RunResults, band_note, metric_names, num_prompts
+from trainer_hooks.train.run_results import RunResults, band_note, metric_names, prompts_note
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
 
 # Text stays text in a PDF (journals refuse Type 3 fonts), and equal curves give equal files.
@@ -110,4 +110,4 @@ def plot_curve(axes: Any, run: RunResults, metric: str, **style: Any) -> None:
 
 
 def _label(runs: Sequence[RunResults], metric: str) -> str:
-    return LABELS.get(metric, metric) + num_prompts(runs, metric)
+    return LABELS.get(metric, metric) + prompts_note(runs, metric)

@@ -20,9 +20,17 @@ from trainer_hooks.train.run_results import (
     SeedResults,
     band_note,
     metric_names,
-    num_prompts,
+    prompts_note,
 )
-from trainer_hooks.train.svg_charts import Point, bar_chart, legend, line_chart, stacked_chart
+from trainer_hooks.train.svg_charts import (
+    MAX_BANDS,
+    Point,
+    bar_chart,
+    legend,
+    line_chart,
+    stacked_chart,
+    steps_text,
+)
 
 # Metrics, or patterns of metrics, of each chart by its title, in the order of the page. Charts
 # without values are left out.
@@ -98,7 +106,7 @@ def _panels(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
     names = metric_names(runs)
     return {
         title: {
-            _label(name, pattern) + num_prompts(runs, name): name
+            _label(name, pattern) + prompts_note(runs, name): name
             for pattern in patterns
             for name in names
             if _fits(name, pattern)
@@ -113,7 +121,7 @@ def _evaluations(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
     for name in metric_names(runs):
         source, _, metric = name.removeprefix("eval/").rpartition("/")
         if name.startswith("eval/") and metric.startswith(EVALUATED):
-            panels[f"held out: {metric}"][(source or "all") + num_prompts(runs, name)] = name
+            panels[f"held out: {metric}"][(source or "all") + prompts_note(runs, name)] = name
     if list(panels.get("held out: greedy_reward", {}).values()) == ["eval/greedy_reward"]:
         del panels["held out: greedy_reward"]  # it is in the chart of the reward
     return panels
@@ -150,11 +158,19 @@ def _curves(runs: Sequence[RunResults], panels: Mapping[str, Mapping[str, str]])
         if len(runs) > 1:
             for label, lines in by_label.items():
                 own = title if len(by_label) == 1 else f"{title}: {label}"
-                drawn.append(_figure(own, line_chart(lines), lines, band_note(runs)))
+                drawn.append(_line_figure(own, lines, runs))
         elif by_label:
             own_lines = {label: next(iter(lines.values())) for label, lines in by_label.items()}
-            drawn.append(_figure(title, line_chart(own_lines), own_lines, band_note(runs)))
+            drawn.append(_line_figure(title, own_lines, runs))
     return drawn
+
+
+def _line_figure(
+    title: str, lines: Mapping[str, Sequence[Point]], runs: Sequence[RunResults]
+) -> str:
+    mean, end, band = band_note(runs).partition("; ")
+    note = mean + end + band if len(lines) <= MAX_BANDS else mean
+    return _figure(title, line_chart(lines), lines, note)
 
 
 def _lines(runs: Sequence[RunResults], metric: str) -> dict[str, list[Point]]:
@@ -235,7 +251,7 @@ def _age_chart(runs: Sequence[RunResults]) -> str:
         for step in (step for seed in run.seeds for step in seed.steps):
             own.update(read_histogram(step, "policy_staleness"))
     oldest = max((age for own in tokens.values() for age in own), default=-1)
-    bins = {age: (_age(age), f"{_age(age)} versions old") for age in range(oldest + 1)}
+    bins = {age: (_age(age), f"staleness {_age(age)}") for age in range(oldest + 1)}
     return _bars("staleness of all tokens trained on", bins, tokens)
 
 
@@ -251,7 +267,7 @@ def _length_chart(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths
         ends = {run.label: steps[-num_steps:]}
         if len(runs) == 1:
             both = [steps[:num_steps], steps[-num_steps:]] if len(steps) > 1 else [steps]
-            ends = {f"steps {end[0]:,} to {end[-1]:,}": end for end in both if end}
+            ends = {steps_text(end[0], end[-1]): end for end in both if end}
         for name, end in ends.items():
             chosen[name] = [n for own in seeds for step in end for n in own.get(step, ())]
     every = [length for own in chosen.values() for length in own]
@@ -264,8 +280,8 @@ def _length_chart(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths
         for i in range(max(every) // width + 1)
     }
     counts = {name: Counter(length // width for length in own) for name, own in chosen.items()}
-    title = "completion length, tokens, samples" + (" of the last steps" if len(runs) > 1 else "")
-    return _bars(title, bins, counts)
+    which = "samples" if len(runs) == 1 else "the last steps' samples"
+    return _bars(f"lengths of {which}, tokens", bins, counts)
 
 
 def _bars(

@@ -1,7 +1,7 @@
 """RunResults: what the seeds of a finished or running run have written, for reports and figures.
 
-Used by `trainer_hooks.train.report`, `trainer_hooks.train.figure` and `benchmarks.smollm`. Reads
-metrics.jsonl and starts.jsonl; writes nothing.
+Used by `trainer_hooks.train.report` and its charts, `trainer_hooks.train.plots` and
+`benchmarks.smollm`. Reads metrics.jsonl and starts.jsonl; writes nothing.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def metric_names(runs: Sequence[RunResults]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def num_prompts(runs: Sequence[RunResults], metric: str) -> str:
+def prompts_note(runs: Sequence[RunResults], metric: str) -> str:
     """Return text such as " (n=64)" for a metric of held-out prompts, "" for others.
 
     Returns "" as well if the rows do not say the number, and if it differs between the runs.

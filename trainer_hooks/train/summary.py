@@ -237,7 +237,9 @@ def _change(summary: Summary, before: str, after: str) -> str | None:
     if summary.get(before) is None:
         return None
     change = RewardChange(summary[before], summary.get(after), None)
-    return str(change) if change.gain is None else f"{change} ({change.gain:+.3f})"
+    if change.gain is None:
+        return str(change)
+    return f"{change} ({round(change.gain, 3) + 0.0:+.3f})"  # the sum makes -0.0 positive
 
 
 def other_figures(summary: Summary) -> dict[str, str]:

@@ -24,7 +24,8 @@ _DARK_COLOURS = (
 )
 NUM_COLOURS = len(LIGHT_COLOURS)
 _MAX_POINTS = 300  # more points are drawn as means over bins, with the range of each bin
-_MAX_DOTS, _MAX_RANGES = 40, 4
+_MAX_DOTS = 40
+MAX_BANDS = 4  # of a chart; with more lines none is drawn
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 420, 210, 54, 24, 8, 12
 _SMALLEST_SPAN = 1e-3  # of the y axis, as a share of its largest value: less is a flat line
 _CHARACTER_WIDTH = 6.5  # about, of a label
@@ -127,7 +128,7 @@ def line_chart(lines: Mapping[str, Sequence[Point]]) -> str:
 
     `lines`: points of each line by name, at least one in all. A line without points keeps its
     colour in the legend and is not drawn. Lines of few points get dots. Bands are drawn for up to
-    _MAX_RANGES lines.
+    MAX_BANDS lines.
     """
     every = [point for line in lines.values() for point in line]
     lowest, highest = min(p.low for p in every), max(p.high for p in every)
@@ -140,9 +141,9 @@ def line_chart(lines: Mapping[str, Sequence[Point]]) -> str:
     spans, binned = _binned(list(lines.values()))
     xs = [(start + end) / 2 for start, end in spans]
     for i, line in enumerate(binned):
-        parts += _line(i, [p for p in line if p is not None], frame, len(lines) <= _MAX_RANGES)
+        parts += _line(i, [p for p in line if p is not None], frame, len(lines) <= MAX_BANDS)
     texts = [[None if p is None else _shown(p) for p in line] for line in binned]
-    heads = [_steps(start, end) for start, end in spans]
+    heads = [steps_text(start, end) for start, end in spans]
     at = [frame.place(x, low)[0] for x in xs]
     last = ", ".join(f"{name} {_number(line[-1].y)}" for name, line in lines.items() if line)
     return _svg([*frame.axes("step"), *parts], f"last: {last}", _values(heads, at, lines, texts))
@@ -185,7 +186,7 @@ def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) ->
         shape = _path([*upper, *reversed(lower)])
         parts.append(f'<polygon class="fill{i % NUM_COLOURS}" points="{shape}"/>')
         base = top
-    heads = [_steps(xs[start], xs[end - 1]) for start, end in bounds]
+    heads = [steps_text(xs[start], xs[end - 1]) for start, end in bounds]
     at = [frame.place((left + right) / 2, 0.0)[0] for left, right in pairwise(edges)]
     texts = [[f"{value:.1%}" if value else None for value in values] for values in means]
     last = ", ".join(f"{name} {values[-1]:.0%}" for name, values in shares.items())
@@ -218,7 +219,11 @@ def bar_chart(bins: Sequence[tuple[str, str]], shares: Mapping[str, Sequence[flo
         parts.append(f"<text {place}>{html.escape(label)}</text>")
     texts = [[f"{share:.1%}" for share in own] for own in shares.values()]
     heads = [name for _, name in bins]
-    return _svg([*frame.axes(), *parts], "shares", _values(heads, at, shares, texts))
+    label = "; ".join(
+        f"{name}: {', '.join(map(' '.join, zip(heads, own, strict=True)))}"
+        for name, own in zip(shares, texts, strict=True)
+    )
+    return _svg([*frame.axes(), *parts], label, _values(heads, at, shares, texts))
 
 
 def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
@@ -355,7 +360,8 @@ def _shown(point: Point) -> str:
     return f"{text} ({_number(point.low)} to {_number(point.high)})"
 
 
-def _steps(start: float, end: float) -> str:
+def steps_text(start: float, end: float) -> str:
+    """Return text such as "step 7" or "steps 7 to 9"."""
     return f"step {start:,.0f}" if start == end else f"steps {start:,.0f} to {end:,.0f}"
 
 

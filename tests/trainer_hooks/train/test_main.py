@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout import ConfigError, RolloutError
+from rollout import ConfigError
 from tests.installed import needs
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.train.grpo_settings import NUM_KINDS, tiny_settings
@@ -294,7 +294,7 @@ def test_job_in_a_locked_run_directory_is_refused_and_changes_nothing(tmp_path: 
 
 def test_warm_up_that_misses_target_reward_names_the_settings_to_change(tmp_path: Path) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=2)
-    with pytest.raises(RolloutError, match=r"warmup\.max_steps"):
+    with pytest.raises(ConfigError, match=r"warmup\.max_steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 
@@ -302,7 +302,7 @@ def test_warm_up_that_ends_before_first_check_measures_its_reward(
     tmp_path: Path,
 ) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=3, warmup__first_check=60)
-    with pytest.raises(RolloutError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
+    with pytest.raises(ConfigError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 
