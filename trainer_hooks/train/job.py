@@ -198,8 +198,9 @@ class TrainerSettings(Settings):
     `options` are its arguments beside the optimizer. `eval_interval`: steps between two evaluations
     on held-out prompts; 0 evaluates only before and after training. `evaluation`: metrics of an
     evaluation.
-    `num_threads`: torch's threads; None leaves their number alone. `max_skipped_steps`: consecutive
-    optimizer steps with non-finite gradients (they are skipped) after which the job fails.
+    `num_threads`: torch's threads; None for the rule of `trainer_hooks.train.threads`.
+    `max_skipped_steps`: consecutive optimizer steps with non-finite gradients (they are skipped)
+    after which the job fails.
     """
 
     num_steps: PositiveInt
