@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # What each extra is for, as a program that uses its packages without a GPU or a network.
 PROGRAMS = {
     "serve": "import uvloop; from rollout.cli.main import main; main(['serve', '--help'])",
-    "hf": "import jinja2, sentencepiece, google.protobuf; from trainer_hooks.rewards.reward_model import RewardModel;"
+    "hf": "import jinja2, sentencepiece, google.protobuf;"
+    " from trainer_hooks.rewards.reward_model import RewardModel;"
     " from transformers import AutoTokenizer, AutoModelForCausalLM",
     "train": "import trainer_hooks.train.main;"
     " from trainer_hooks.train.job import compose_settings; compose_settings(config_name='demo')",
@@ -35,7 +36,8 @@ PROGRAMS = {
     "gpu": "import triton, torch_memory_saver, rollout.backends.cuda.memory_saver",
     "ray": "import ray, ray.util.scheduling_strategies; from rollout.launch.ray import RayLauncher",
     "slurm": "import submitit; from rollout.launch.slurm import SlurmLauncher",
-    "trl": "from trl import GRPOConfig, GRPOTrainer; from trainer_hooks.trl_rollouts import TRLRollouts",
+    "trl": "from trl import GRPOConfig, GRPOTrainer;"
+    " from trainer_hooks.trl_rollouts import TRLRollouts",
     "verl": "from rollout_verl.__main__ import main; raise SystemExit(main())",
     "verifiers": "from verifiers.v1.utils.loaders import load_environment, resolve_env_config;"
     " from verifiers.v1.clients import EvalClientConfig, ModelContext;"
