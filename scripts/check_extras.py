@@ -54,7 +54,7 @@ def check(extra: str, source: Path) -> tuple[str, int]:
     torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
     assert torch is not None
     with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder) / "bin" / "python"
+        python = str(Path(folder) / "bin" / "python")
         for command in (
             [sys.executable, "-m", "venv", folder],
             [python, "-m", "pip", "install", "-q", "--no-compile", torch[0], f"{source}[{extra}]"],
