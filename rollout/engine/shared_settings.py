@@ -59,6 +59,11 @@ def shared_settings(
         for field in fields(spec)
         if field.name not in OWN_MODEL_FIELDS
     }
+    return settings_as_texts(values)
+
+
+def settings_as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return a text of each setting by name. Different values have different texts."""
     return {name: _text(value) for name, value in _flat(values)}
 
 
