@@ -12,6 +12,7 @@ import pytest
 
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
+from scripts.check_extras import PROGRAMS
 from tests.apis.fleets import directory
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,12 @@ def test_extra_needed_names_an_extra_of_another_package() -> None:
     )
     with fault, extra_needed("shine", "rollout shine"):
         import no_such.part  # noqa: F401
+
+
+def test_check_extras_has_a_program_for_each_extra_but_those_of_developers() -> None:
+    assert PROGRAMS.keys() == extras().keys() - {"dev", "docs"}
+    for extra, program in PROGRAMS.items():
+        compile(program, extra, "exec")
 
 
 def test_base_dependencies_are_six() -> None:

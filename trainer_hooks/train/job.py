@@ -237,7 +237,7 @@ class TrainerSettings(Settings):
     checkpoint_interval: steps between two checkpoints.
     eval_interval: steps between two evaluations on held-out prompts. 0 evaluates only before and
         after training.
-    num_threads: torch's threads. None leaves their number alone.
+    num_threads: torch's threads. None: all CPUs, or a part of them beside engines that run at once.
     max_skipped_steps: consecutive optimizer steps with non-finite gradients (they are skipped)
         after which the job fails.
     strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one

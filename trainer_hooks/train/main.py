@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import threading
@@ -88,6 +89,7 @@ from trainer_hooks.train.summary import (
     summary_table,
 )
 from trainer_hooks.train.task import Task, producer_options
+from trainer_hooks.train.threads import threads_of, use_threads
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
     ALONE,
@@ -96,6 +98,7 @@ from trainer_hooks.weight_sync.trainer_ranks import (
     torchrun_ranks,
 )
 
+_log = logging.getLogger(__name__)
 INTERRUPTED_EXIT_CODE = 130
 TRAINING_THREAD = "training step"
 NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
@@ -224,7 +227,9 @@ class Run:
             self.console.print(f"{num_skipped:,} bad rows are skipped; train.log names some")
         self.prompts = self.task.prompts(seed)
         self.params = settings.algorithm.sampling_params()
-        torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+        self.threads = threads_of(settings)
+        use_threads(self.threads.trainer)
+        _log.info("threads: %s", self.threads)
         torch.manual_seed(seed)
 
     async def run(self) -> None:
@@ -400,7 +405,12 @@ class Run:
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
         records_routing = engine.record_routing or algorithm.replay_routing
-        config = replace(engine, seed=self.seed, record_routing=records_routing)
+        config = replace(
+            engine,
+            seed=self.seed,
+            record_routing=records_routing,
+            num_threads=self.threads.engine,
+        )
         version = versions.reserve()
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
@@ -544,12 +554,15 @@ class Training:
 
         Reports the effective sample size to the producer, which may adapt its bound on staleness.
         """
+
+        def update() -> dict[str, float]:
+            use_threads(self.run.threads.trainer)  # an engine in this process may have another
+            return self.learner.update(batch.rollouts, step)
+
         with self.account.spend("train"):
             # In another thread, so that this event loop can receive rollouts meanwhile. A second
             # Ctrl-C does not wait for it.
-            trained = await in_thread(
-                lambda: self.learner.update(batch.rollouts, step), TRAINING_THREAD
-            )
+            trained = await in_thread(update, TRAINING_THREAD)
         if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
         return trained
