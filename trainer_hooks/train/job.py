@@ -200,6 +200,8 @@ class TrainerSettings(Settings):
     evaluation.
     `num_threads`: torch's threads; None leaves their number alone. `max_skipped_steps`: consecutive
     optimizer steps with non-finite gradients (they are skipped) after which the job fails.
+    `optimizer_state_dtype`: dtype of AdamW's two moments; see BFloat16AdamW.
+    `gradient_checkpointing`, `autocast`: of the policy's passes, see UpdateSettings.
     """
 
     num_steps: PositiveInt
@@ -213,6 +215,9 @@ class TrainerSettings(Settings):
     num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None
     max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
     strategy: Literal["single", "fsdp2"] = "single"
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    autocast: Literal["bfloat16"] | None = None
     scheduler: FunctionSettings | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -311,12 +316,22 @@ class JobSettings(Settings):
         return self.model.lora is not None or self.trainer.strategy == "fsdp2"
 
     @property
+    def merges_adapter(self) -> bool:
+        """Whether a push brings the adapter merged into the base weights, not the adapter alone.
+
+        True for an engine in this process, which then needs no copy of the base. Engine processes
+        merge it themselves, since an adapter is small to send.
+        """
+        return self.model.lora is not None and not self.num_engines
+
+    @property
     def discards_weights(self) -> bool:
         """Whether engines keep no copy of the weights whose memory they release for the trainer.
 
-        False where an adapter is trained: its pushes do not bring the base weights back.
+        False if pushes bring an adapter alone.
         """
-        return "weights" in self.weight_sync.release and self.model.lora is None
+        is_whole = self.model.lora is None or self.merges_adapter
+        return "weights" in self.weight_sync.release and is_whole
 
     @property
     def title(self) -> str:
