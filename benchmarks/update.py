@@ -17,7 +17,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,13 @@ from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.packing import random_batch
 from rollout.backends.cpu.mapping import trim_heap
 from rollout.models.checkpoints.smollm2 import model_directory
-from trainer_hooks import PolicyLossConfig, RolloutBatch, UpdateSettings, accumulate_gradients
+from trainer_hooks import (
+    PolicyLossConfig,
+    RolloutBatch,
+    UpdateSettings,
+    accumulate_gradients,
+    compute_logprobs,
+)
 
 GROUP_SIZE = 8
 SIZES = ((40, 12), (200, 32), (400, 100))  # tokens of the prompt and of each completion
@@ -85,19 +91,24 @@ def measure(size: tuple[int, int], way: str, is_small: bool, rounds: int, to: Pa
     policy = load_policy(is_small).train()
     settings, loss = UpdateSettings(**WAYS[way]), PolicyLossConfig(kind="dapo")
 
-    def accumulate(prompt_tokens: int, new_tokens: int) -> None:
+    def sampled(prompt_tokens: int, new_tokens: int) -> RolloutBatch:
         batch = group_of(prompt_tokens, new_tokens, policy.config.vocab_size)
+        old_BT = compute_logprobs(policy, batch, UpdateSettings())  # so all ratios are 1
+        return replace(batch, behaviour_logprobs_BT=old_BT)
+
+    def accumulate(batch: RolloutBatch) -> None:
         advantages_B1 = torch.linspace(-1.0, 1.0, GROUP_SIZE)[:, None]
         columns = {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}
         policy.zero_grad(set_to_none=False)  # their memory stays
         accumulate_gradients(policy, batch, columns, loss, settings)
 
-    accumulate(4, 2)
+    accumulate(sampled(4, 2))
+    batch = sampled(*size)
     trim_heap()
     base, times = reset_peak(), []
     for _ in range(rounds):
         start = time.process_time()
-        accumulate(*size)
+        accumulate(batch)
         times.append(time.process_time() - start)
     torch.save({name: p.grad for name, p in policy.named_parameters()}, to)
     return Result(cpu_s=min(times), peak_bytes=status_bytes("VmHWM") - base)
