@@ -19,9 +19,9 @@ HEAD = (
     "|---|---|---|---|---|---|---|\n"
 )
 _CHOICES = {
-    "softmax": "softmax, then top {}",
-    "softmax_chosen": "top {}, then softmax",
-    "sigmoid": "sigmoid, then top {}",
+    "softmax": "softmax, then top k",
+    "softmax_chosen": "top k, then softmax",
+    "sigmoid": "sigmoid, then top k",
 }
 _ACTIVATIONS = {"gelu_tanh": "GELU", "clamped_swiglu": "clamped SwiGLU"}
 _PLACES = {
@@ -81,7 +81,7 @@ def _rope(spec: ModelSpec) -> Iterator[str]:
 def _experts(spec: ModelSpec, mixture: Mixture | None) -> Iterator[str]:
     if mixture is None:
         return
-    yield f"{_CHOICES[mixture.scores].format(spec.experts_per_token)} of {spec.num_experts}"
+    yield _CHOICES[mixture.scores]
     if spec.router_normalizes:
         yield "weights sum to 1"
     if spec.router_scale != 1.0:

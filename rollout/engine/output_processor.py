@@ -73,12 +73,12 @@ class RequestState:
         self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
         self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
         self.policy_spans = segment.policy_spans
-        kept = [c for c in TOKEN_COLUMNS if segment.column(c.field) is not None]
+        kept = [c for c in TOKEN_COLUMNS if getattr(segment, c.field) is not None]
         for column in kept:
             setattr(segment, column.field, column.new())
         self.token_ids = segment.generated_tokens
-        self.tpot = vars(segment)["tpot"]
-        self.requested = {c.run_field: vars(segment)[c.field] for c in kept if c.wanted_by}
+        self.tpot = segment.tpot
+        self.requested = {c.run_field: getattr(segment, c.field) for c in kept if c.wanted_by}
         self.has_requested = tuple(column in kept for column in REQUESTED_COLUMNS)
 
 
@@ -350,9 +350,9 @@ class OutputProcessor:
                 continue
             values = values_S.tolist()
             for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):
-                column = unfinished[request_id].requested.get(name)
-                if column is not None:
-                    column.append(values[index])
+                requested = unfinished[request_id].requested
+                if name in requested:
+                    requested[name].append(values[index])
         if samples.top_ids_SN is None or samples.top_logprobs_SN is None:
             return
         for request_id, index in zip(update.request_ids, update.sample_indices, strict=True):

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 
-from rollout.coordinator.client.streams import RequestFuture
+from rollout.coordinator.client.streams import RequestFuture, RequestStream
 from rollout.errors import MaxSequenceLengthOverflowError, RequestAbortedError, RolloutError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.token_runs import TokenRun
@@ -69,10 +69,15 @@ class Generation:
         """Submit all samples, wait for them and return their requests in order. An aborted sample
         has its tokens so far. Raises ApiError or RolloutError if a sample failed."""
         state = self._state
-        added = state.llm.add_groups(
-            self._groups, priority=self._priority, deadline_s=state.config.request_timeout_s
-        )
-        futures = [future for group in added for future in group]
+        if state.running.wants_stream(len(self._samples)):
+            streams = self._add_streams()
+            futures = [stream.future for stream in streams]
+            state.running.read(streams)
+        else:
+            added = state.llm.add_groups(
+                self._groups, priority=self._priority, deadline_s=state.config.request_timeout_s
+            )
+            futures = [future for group in added for future in group]
         try:
             with state.live.of(self._name, futures):
                 await asyncio.wait(futures)
@@ -85,16 +90,12 @@ class Generation:
         """Submit the samples. Yields (index of a sample, its new tokens) as they arrive, and
         (index, finished request) at the end of each sample. Raises the errors of `results`.
         """
-        added = self._state.llm.stream_groups(
-            self._groups,
-            priority=self._priority,
-            deadline_s=self._state.config.request_timeout_s,
-        )
-        streams = [stream for group in added for stream in group]
+        streams = self._add_streams()
         futures = [stream.future for stream in streams]
         async with AsyncExitStack() as stack:
             for stream in streams:
                 await stack.enter_async_context(aclosing(stream))
+                self._state.running.follow(stream.future)
             stack.enter_context(self._state.live.of(self._name, futures))
             each = [
                 self._items(i, stream, future)
@@ -105,12 +106,22 @@ class Generation:
                 async for item in items:
                     yield item
 
+    def _add_streams(self) -> list[RequestStream]:
+        """Submit all samples as streams."""
+        added = self._state.llm.stream_groups(
+            self._groups,
+            priority=self._priority,
+            deadline_s=self._state.config.request_timeout_s,
+        )
+        return [stream for group in added for stream in group]
+
     async def _items(
         self, index: int, tokens: AsyncIterator[object], future: RequestFuture
     ) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
         try:
             async for item in tokens:
                 if isinstance(item, TokenRun):
+                    self._state.running.add(future, item)
                     yield index, item
         except RolloutError:
             await asyncio.wait([future])  # `_result` raises its error

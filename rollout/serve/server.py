@@ -28,6 +28,7 @@ from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import load_template
 from rollout.serve.page.fleet import FleetFeed
 from rollout.serve.page.recent import RecentSamples
+from rollout.serve.page.running import RunningSamples
 from rollout.serve.state import ServerState, VersionLabels
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import UNKNOWN, format_of
@@ -111,6 +112,7 @@ class Server:
             metrics=RequestMetrics(),
             feed=FleetFeed(llm),
             recent=recent,
+            running=RunningSamples(),
         )
         self._runner = web.AppRunner(
             make_app(self.state),

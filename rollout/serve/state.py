@@ -22,6 +22,7 @@ from rollout.serve.llm import ServedLLM
 from rollout.serve.openai.chat_template import ChatTemplate
 from rollout.serve.page.fleet import FleetFeed
 from rollout.serve.page.recent import RecentSamples
+from rollout.serve.page.running import RunningSamples
 from rollout.serve.token_texts import TokenTexts
 from rollout.tool_calls import ReplyFormat
 
@@ -79,6 +80,7 @@ class ServerState:
     metrics: RequestMetrics
     feed: FleetFeed
     recent: RecentSamples
+    running: RunningSamples
 
     def require_model(self, name: str | None) -> None:
         """Raise ApiError unless `name` is absent, empty, or a name of the served model."""

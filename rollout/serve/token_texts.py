@@ -7,6 +7,7 @@ long texts, so that the event loop serves other requests meanwhile.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -81,6 +82,16 @@ class TokenTexts:
         if "\ufffd" in text and isinstance(self._tokenizer, HFTokenizer):
             return self._tokenizer.token_bytes(token_id)
         return text.encode("utf-8", "replace")
+
+    def pieces_of(self, token_ids: Sequence[int], *, more_follow: bool = False) -> list[str]:
+        """Return the piece of text of each token; joined they are the text. A character of several
+        tokens is in the last one's piece. more_follow: whether to leave out an incomplete character
+        at the end, which is U+FFFD otherwise."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
+        if pieces and not more_follow:
+            pieces[-1] += decoder.decode(b"", final=True)
+        return pieces
 
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary writes them; their texts, if it is not an HFTokenizer.

@@ -52,7 +52,6 @@ class ModelRunner:
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
         self._histories = TokenHistories(backend.device)
         self._addresses = self._addresses_now()
-        self._inference_mode = torch.inference_mode()
 
     def as_current(self) -> AbstractContextManager[object]:
         """Return a context manager that makes the model's device current in this thread."""
@@ -75,7 +74,9 @@ class ModelRunner:
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_tokens(plan.copy_sources, plan.copy_targets, plan.copy_lengths)
-        with self._inference_mode:
+        # A new context each time: an exception of another thread may keep it from being left. It
+        # ends with the last reference to it, then.
+        with torch.inference_mode():
             fetch = self._backend.executor.launch(self, inputs)
         if not self._records_routing:
             return fetch
@@ -85,7 +86,7 @@ class ModelRunner:
         """Capture graphs of steps before requests need them. Returns how many were captured. No
         step may be in flight."""
         assert self._kv.layers, "the KV cache is released"
-        with self._inference_mode:
+        with torch.inference_mode():
             return self._backend.executor.warm_up(self)
 
     def after_suspend(self) -> dict[str, int]:

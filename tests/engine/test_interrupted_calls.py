@@ -18,12 +18,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 import rollout
 from rollout import LLM, DynamicInferenceEngine, RolloutGroup, SamplingParams
 from rollout.engine.guard import CallGuard
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
+from rollout.worker.model_runner import ModelRunner
 from tests.run_seed import run_seed
 from tests.tiny_models import prompt_of, tiny_engine, tiny_model
 
@@ -211,7 +213,35 @@ def test_an_exception_within_a_call_changes_no_token_or_breaks_the_engine(
             assert engine.stats().num_blocks_used == 0, f"line {line}: blocks leak"
             engine.shutdown()
             outcomes["whole"] += 1
+        # Else later tensors of this thread, a trainer's among them, would record no gradients.
+        assert not torch.is_inference_mode_enabled(), f"line {line}: the thread's mode is changed"
     print(kind, outcomes)
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_an_exception_at_any_line_of_launch_keeps_inference_mode_off(line: int) -> None:
+    """Else later tensors of this thread, a trainer's among them, record no gradients."""
+    lines: list[int] = []
+
+    def in_launch(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not ModelRunner.launch.__code__:
+            return in_launch
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == line + 1:
+                raise Interruption
+        return in_launch
+
+    engine = new_engine()
+    add_one(engine, 0)
+    sys.settrace(in_launch)
+    try:
+        with suppress(Interruption):
+            engine.step()
+    finally:
+        sys.settrace(None)
+    assert not torch.is_inference_mode_enabled(), lines
+    engine.shutdown()
 
 
 def enter(guard: CallGuard) -> None:

@@ -105,15 +105,18 @@ class OffPolicyCorrection:
     """A constant weight of each token, from w = proximal / behaviour, for rollouts of older
     policies.
 
-    `mode`: `truncate` limits w to at most `high` (and at least `low`, if given). `mask` uses w
-    inside [low, high] and 0 outside. `none` uses 1. `auto` truncates per token at 2 if proximal
-    log-probs are given, else uses 1.
-    `level`: one w per `token`, or one per rollout: the product over its tokens (`sequence`) or
-    their `geometric` mean.
-    `low`, `high`: the band of w. None takes [0, 2] for truncate and [0.5, 5] for mask.
-    `lag_decay`: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag + KV
-    lag. So a token without lag has the given band, and the band narrows towards 1 as lag grows.
-    `max_kv_lag`: tokens with a larger KV lag (sampler's version - mean version of its KV) weigh 0.
+    mode: truncate limits w to at most `high` (and at least `low`, if given). mask uses w inside
+        [low, high] and 0 outside. none uses 1. auto truncates per token at 2 if proximal log-probs
+        are given, else uses 1.
+    level: token has one w per token. sequence and geometric have one per rollout: the product over
+        its tokens, or their geometric mean.
+    low: lower bound of w. None takes 0 for truncate and 0.5 for mask.
+    high: upper bound of w. None takes 2 for truncate and 5 for mask.
+    lag_decay: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag + KV
+        lag. So a token without lag has the given band, and the band narrows towards 1 as lag grows.
+    max_kv_lag: tokens with a larger KV lag (sampler's version - mean version of its KV) weigh 0.
+        None sets no limit.
+
     Raises ConfigError for a value out of range and for settings that contradict each other.
     """
 
@@ -180,23 +183,28 @@ LOSS_HINTS = {
 class PolicyLossConfig:
     """Settings of the policy loss.
 
-    `epsilon_low`, `epsilon_high`: the ratio is clipped to [1 - epsilon_low, 1 + epsilon_high]. A
-    larger `epsilon_high` leaves room for unlikely tokens ("clip higher", DAPO, sec. 3.1). For
-    cispo, 1 + epsilon_high is the cap on the importance weight (TRL's epsilon_high is the cap
-    itself). None takes the values of the kind's paper.
-    `dual_clip`: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
-    1912.09729, eq. 5). Only for kinds that clip token by token. None sets no bound.
-    `aggregation`: how token losses become one number, by verl's names. None takes that of the
-    kind's paper. cispo and sapo accept any, each other kind only its own.
-    `max_completion_length`: constant by which token sums per rollout are divided (Dr. GRPO),
-    whatever the denominator is. None does not divide them.
-    `kl_coefficient`: weight of the KL term to the reference policy; 0 leaves it out.
-    `kl_estimator`, `kl_importance_weighted`: see `trainer_hooks.losses.kl`.
-    `entropy_coefficient`: weight of the entropy bonus; 0 leaves it out.
-    `max_sequence_kl`: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A
-    < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1). None sets
-    no limit.
-    `correction`: weights of tokens that an older policy sampled.
+    kind: name of the loss. It sets the defaults of the other fields.
+    epsilon_low: lower part of the clip range of the ratio, [1 - epsilon_low, 1 + epsilon_high].
+        None takes the value of the kind's paper.
+    epsilon_high: upper part of the clip range. A larger one leaves room for unlikely tokens ("clip
+        higher", DAPO, sec. 3.1). For cispo, 1 + epsilon_high is the cap on the importance weight
+        (TRL's epsilon_high is the cap itself). None takes the value of the kind's paper.
+    dual_clip: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
+        1912.09729, eq. 5). Only for kinds that clip token by token. None sets no bound.
+    aggregation: how token losses become one number, by verl's names. None takes that of the kind's
+        paper. cispo and sapo accept any, each other kind only its own.
+    max_completion_length: constant by which token sums per rollout are divided (Dr. GRPO), whatever
+        the denominator is. None does not divide them.
+    kl_coefficient: weight of the KL term to the reference policy; 0 leaves it out.
+    kl_estimator: estimator of that KL; see `trainer_hooks.losses.kl`.
+    kl_importance_weighted: True weights the KL of a token by its ratio; see
+        `trainer_hooks.losses.kl`.
+    entropy_coefficient: weight of the entropy bonus; 0 leaves it out.
+    max_sequence_kl: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A <
+        0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1). None
+        sets no limit.
+    correction: weights of tokens that an older policy sampled.
+
     Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
     compute what their names say.
     """

@@ -15,13 +15,18 @@ from trainer_hooks.rewards.ready_made import FormatReward, LengthReward, reasoni
 from trainer_hooks.rewards.reward_model import BatchedReward, RewardModel
 from trainer_hooks.rewards.runner import RewardRunner, as_runner
 from trainer_hooks.rewards.scoring import score_rollouts
-from trainer_hooks.rewards.text_match import edit_similarity_reward, exact_match_reward
+from trainer_hooks.rewards.text_match import (
+    NumberReward,
+    edit_similarity_reward,
+    exact_match_reward,
+)
 
 __all__ = [
     "BatchedReward",
     "ConversationalReward",
     "FormatReward",
     "LengthReward",
+    "NumberReward",
     "RewardFailed",
     "RewardFunctionError",
     "RewardModel",

@@ -1,11 +1,26 @@
-"""Reward functions that compare a completion with the column `answer`, exactly or by edit distance.
+"""Reward functions that compare a completion with the column `answer`: as texts, or as numbers.
 
-Used by users' training loops, and by conf/reward/text_match.yaml, which names them by path.
+Used by users' training loops, and by configs such as conf/reward/text_match.yaml, which name them
+by path.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from decimal import Decimal
+from typing import Annotated
+
+from rollout.errors import ConfigError
+from rollout.ranges import Interval, check_value
+
+# A minus behind a letter or a digit, as in "5-3", is no sign. The exponent is short, so that every
+# number has a Decimal.
+_SIGN, _EXPONENT = r"(?:(?<!\w)[-\u2212])?", r"(?:[eE][+-]?\d{1,3}(?!\d))?"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_NUMBER = re.compile(_SIGN + _DIGITS + _EXPONENT, re.ASCII)
+_PartialCredit = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 
 
 def exact_match_reward(
@@ -29,6 +44,68 @@ def edit_similarity_reward(
     """
     rows = zip(completions, answer, is_truncated, strict=True)
     return [0.0 if cut else similarity(text.strip(), right.strip()) for text, right, cut in rows]
+
+
+class NumberReward:
+    """A reward function for answers that are numbers, with partial credit for near ones.
+
+    For x, the last number in the completion, and y, the last number in the column `answer`:
+
+        reward = 1                                                       if x = y
+        reward = partial_credit * max(0, 1 - |x - y| / max(|x|, |y|))    otherwise
+
+    A completion without a number gets 0. A truncated completion gets 0, so that the policy learns
+    to end. Numbers may have a sign, commas between thousands, decimals and an exponent: 1,700 and
+    1.7e3 are equal.
+
+    The partial credit spreads the rewards of a group whose answers are all wrong. Without it a
+    small model that rarely answers right would have nothing to learn from.
+
+    partial_credit: upper bound of a wrong answer's reward, in [0, 1). With 0 only right answers are
+        rewarded.
+    """
+
+    def __init__(self, partial_credit: float = 0.5) -> None:
+        """Raises ConfigError for a `partial_credit` out of range."""
+        self._partial_credit: float = check_value(
+            "partial_credit", partial_credit, _PartialCredit, ConfigError
+        )
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        answer: Sequence[str | float],
+        is_truncated: Sequence[bool],
+    ) -> list[float]:
+        """Return one number in [0, 1] per completion.
+
+        Raises ConfigError for an answer without a number.
+        """
+        rows = zip(completions, answer, is_truncated, strict=True)
+        return [0.0 if cut else self._score(text, wanted) for text, wanted, cut in rows]
+
+    def _score(self, completion: str, answer: str | float) -> float:
+        given, wanted = last_number(completion), last_number(str(answer))
+        if wanted is None:
+            raise ConfigError(
+                f"answer={answer!r} has no number; mend the row, or choose another reward, such "
+                "as trainer_hooks.rewards:exact_match_reward"
+            )
+        if given is None or given == wanted:
+            return float(given is not None)
+        return self._partial_credit * _closeness(float(given), float(wanted))
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number in `text`, or None if it has none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
+
+
+def _closeness(x: float, y: float) -> float:
+    """Return max(0, 1 - |x - y| / max(|x|, |y|)). Numbers too large for a float are not close."""
+    largest = max(abs(x), abs(y))
+    return max(0.0, 1.0 - abs(x - y) / largest) if 0.0 < largest < math.inf else 0.0
 
 
 def similarity(first: str, second: str) -> float:

@@ -61,8 +61,11 @@ AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plu
 class CriticSettings(Settings):
     """Settings of PPO's critic.
 
-    `gamma`, `lam`: factors of generalised advantage estimation. `clip_range`: largest change of a
-    value in one update. `warmup_steps`: number of steps at the start that train the critic alone.
+    learning_rate: learning rate of the critic.
+    gamma: discount of later rewards, of generalised advantage estimation.
+    lam: weight of later errors, lambda of generalised advantage estimation.
+    clip_range: largest change of a value in one update.
+    warmup_steps: number of steps at the start that train the critic alone.
     """
 
     learning_rate: PositiveFloat
@@ -76,23 +79,34 @@ class CriticSettings(Settings):
 class AlgorithmSettings(Settings):
     """Sizes of a step, the computation of advantages from rewards, and the loss.
 
-    `advantage_normalization`, `advantage_baseline`: None takes the defaults of the kind of loss.
-    `shuffle_rewards`: permute the rewards among rollouts, as a control experiment in which nothing
-    can be learned.
-    `replay_routing`: a mixture-of-experts model trains with the experts that its engine used
-    (docs/routing.md).
-    `decoupled`: clip around the policy at the start of the step instead of the policy that sampled,
-    and weight by the ratio of the two. Costs one more forward pass for batches with a token that
-    was sampled by another version, or on KV of another version.
-    `num_iterations`: passes over the batch. `max_tokens_per_forward`, `is_packed`,
-    `share_prefixes`: micro-batches, see UpdateSettings. `mask_truncated_completions`: do not
-    train on rollouts cut by the length limit.
-    `advantage_estimator`: advantages within a group, or those of REINFORCE++, whitened over the
-    batch, without or with the group's mean as a baseline. `critic`: take advantages from a critic
-    (PPO).
-    `reward_kl_coefficient`: weight of the KL to the reference in the rewards; the weight in the
-    loss is `loss.kl_coefficient`. `reference`: whether the reference follows the policy.
-    `made_for`: the kind of loss that these settings are tuned for; another kind is refused.
+    groups_per_step: prompts of a step.
+    group_size: samples of each prompt.
+    num_minibatches: optimizer steps of each pass over the batch.
+    max_new_tokens: most tokens of a completion.
+    loss: policy loss.
+    temperature: sampling temperature of rollouts, and divisor of the trainer's logits.
+    shuffle_rewards: True permutes the rewards among rollouts, as a control experiment in which
+        nothing can be learned.
+    decoupled: True clips around the policy at the start of the step instead of the policy that
+        sampled, and weights by the ratio of the two. Costs one more forward pass for batches with a
+        token that was sampled by another version, or on KV of another version.
+    advantage_normalization: divisor of the advantages. None takes the default of the kind of loss.
+    advantage_baseline: what is subtracted from the rewards of a group. None takes the default of
+        the kind of loss.
+    critic: critic that the advantages come from (PPO). None compares the rollouts of a group.
+    num_iterations: passes over the batch.
+    max_tokens_per_forward: most tokens of a forward pass; see UpdateSettings. None sets no limit.
+    is_packed: True concatenates the rollouts of a forward pass without padding; see UpdateSettings.
+    share_prefixes: True computes the common beginning of rollouts once; see UpdateSettings.
+    replay_routing: True trains a mixture-of-experts model with the experts that its engine used
+        (docs/routing.md).
+    mask_truncated_completions: True leaves rollouts out of training that the length limit cut.
+    advantage_estimator: advantages within a group, or those of REINFORCE++, whitened over the
+        batch, without or with the group's mean as a baseline.
+    reward_kl_coefficient: weight of the KL to the reference in the rewards. The weight in the loss
+        is `loss.kl_coefficient`.
+    reference: whether and how the reference follows the policy.
+    made_for: kind of loss that these settings are tuned for. Another kind is refused.
     """
 
     groups_per_step: PositiveInt
@@ -192,16 +206,30 @@ class AlgorithmSettings(Settings):
 class TrainerSettings(Settings):
     """AdamW with linear warm-up and decay, and the intervals of checkpoints and evaluations.
 
-    `strategy`: "fsdp2" divides the policy among the ranks that torchrun started; "single" keeps it
-    in one process.
-    `scheduler`: a class of torch.optim.lr_scheduler by its path, in place of the warm-up and decay;
-    `options` are its arguments beside the optimizer. `eval_interval`: steps between two evaluations
-    on held-out prompts; 0 evaluates only before and after training. `evaluation`: metrics of an
-    evaluation.
-    `num_threads`: torch's threads; None leaves their number alone. `max_skipped_steps`: consecutive
-    optimizer steps with non-finite gradients (they are skipped) after which the job fails.
-    `optimizer_state_dtype`: dtype of AdamW's two moments; see BFloat16AdamW.
-    `gradient_checkpointing`, `autocast`: of the policy's passes, see UpdateSettings.
+    num_steps: number of training steps.
+    learning_rate: highest learning rate, reached after `warmup_steps`.
+    final_learning_rate_fraction: learning rate of the last step, as a fraction of the highest. The
+        rate falls linearly.
+    warmup_steps: steps in which the learning rate rises linearly from 0.
+    betas: decay rates of AdamW's two averages.
+    max_grad_norm: norm to which larger gradients are scaled down.
+    checkpoint_interval: steps between two checkpoints.
+    eval_interval: steps between two evaluations on held-out prompts. 0 evaluates only before and
+        after training.
+    num_threads: torch's threads. None leaves their number alone.
+    max_skipped_steps: consecutive optimizer steps with non-finite gradients (they are skipped)
+        after which the job fails.
+    strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one
+        process.
+    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory, with rounding
+        that has no bias (BFloat16AdamW).
+    gradient_checkpointing: the backward pass computes each layer of the policy again, from its
+        inputs. Gradients are the same.
+    autocast: bfloat16 computes the policy's products in bfloat16, with weights and gradients in
+        float32.
+    scheduler: class of torch.optim.lr_scheduler, in place of the warm-up and decay. Its options are
+        its arguments beside the optimizer.
+    evaluation: metrics of an evaluation.
     """
 
     num_steps: PositiveInt
@@ -226,13 +254,26 @@ class TrainerSettings(Settings):
 class JobSettings(Settings):
     """All settings of a job, as an entry config of conf/ lists them.
 
-    `seed`, `seeds`: the job is `seeds` runs, one after another, with seeds from `seed` on.
-    `run_name`: the job's directory under outputs/train.
-    `num_engines`: engine processes that generate beside the trainer; 0 for one engine in this
-    process. `launcher`: the class that starts engine processes, and its arguments.
-    `weight_transport`: the transport of weights to engine processes; None for shared memory on this
-    machine.
-    `resume`: "auto" continues from the newest checkpoint of each run, "never" starts over.
+    run_name: directory of the job under outputs/train.
+    num_engines: engine processes that generate beside the trainer; 0 for one engine in the
+        trainer's process.
+    seed: seed of the first run.
+    seeds: number of runs, one after another, with successive seeds.
+    resume: auto continues from the newest checkpoint of each run. never starts over.
+    engine: config of each engine.
+    model: policy to train.
+    data: prompts.
+    reward: reward of a completion.
+    warmup: supervised training before the first step.
+    algorithm: sizes of a step, advantages and loss.
+    trainer: optimizer, and intervals of checkpoints and evaluations.
+    logger: where metrics and samples go.
+    producer: order, age and filters of the rollouts.
+    weight_sync: how new weights reach the engines.
+    environment: environment that the model acts in.
+    launcher: class that starts engine processes, and its arguments.
+    weight_transport: transport of weights to engine processes, such as directory:PATH. None for
+        shared memory on this machine.
     """
 
     PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others

@@ -48,9 +48,12 @@ class Settings:
 class LoraSettings(Settings):
     """A PEFT LoRA adapter, which is trained while the policy's own weights stay as they are.
 
-    `rank`, `alpha`: the weight of an adapted layer is base + alpha / rank * (B @ A).
-    `use_rslora`: True makes the scale alpha / sqrt(rank). `target_modules`: suffixes of the adapted
-    layers' names; "all-linear" adapts all linear layers except the head.
+    rank: columns of A and rows of B. The weight of an adapted layer is base + scale * (B @ A).
+    alpha: numerator of the scale, alpha / rank.
+    target_modules: suffixes of the adapted layers' names. "all-linear" adapts all linear layers
+        except the head.
+    use_rslora: True makes the scale alpha / sqrt(rank).
+
     Source: LoRA, Hu et al. 2021, arXiv 2106.09685.
     """
 
@@ -64,14 +67,27 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     """The policy: a Hugging Face checkpoint, or a model with random weights.
 
-    `path`: directory of the checkpoint, with config.json, weights and tokenizer, or "smollm2".
-    `tokenizer`: another directory, or "package.module:function" that returns a tokenizer; None uses
-    `path`.
     A random model needs `tokenizer` and a shape. The shape is the fields between `tokenizer` and
-    `lora`, which are arguments of transformers' Qwen3Config. `initializer_range` may be None, for
-    the config's default. `num_experts`, `num_experts_per_tok` and `moe_intermediate_size` are set
-    together, for a Qwen3MoeConfig, or not at all. The embeddings of a random model are tied.
-    `lora`: adapter to train in place of all weights; None trains the weights.
+    `lora`, which are arguments of transformers' Qwen3Config. The embeddings of a random model are
+    tied.
+
+    path: directory of the checkpoint, with config.json, weights and tokenizer, or "smollm2".
+    tokenizer: directory of another tokenizer, or "package.module:function" that returns one. None
+        uses `path`.
+    hidden_size: width of the residual stream of a random model.
+    intermediate_size: width of the feed-forward layers.
+    num_hidden_layers: number of layers.
+    num_attention_heads: number of query heads.
+    num_key_value_heads: number of key and value heads.
+    head_dim: width of a head.
+    max_position_embeddings: number of positions.
+    initializer_range: standard deviation of the random weights. None takes the default of
+        Qwen3Config.
+    num_experts: experts per layer of a mixture, a Qwen3MoeConfig. The three fields of a mixture are
+        set together, or not at all.
+    num_experts_per_tok: experts that compute a token.
+    moe_intermediate_size: width of an expert.
+    lora: adapter to train in place of all weights. None trains the weights.
     """
 
     path: Name | None = None
@@ -118,14 +134,16 @@ class ModelSettings(Settings):
 class SourceSettings(Settings):
     """One source of prompts.
 
-    `path`: by `kind`, the files of `jsonl` and `parquet`, the directory of a `datasets` dataset,
-    the name of a `reasoning_gym` dataset, or for `python` the "package.module:function" that
-    returns rows. The function is called as function(part, seed, **options) with part "train",
-    "warmup" or "held_out". Kind `environment` takes the prompts of the job's environment, and its
-    `path` is only a name.
-    `prompt_column`: column of a file or dataset that holds the prompt.
-    `options`: arguments of the reasoning-gym dataset (size, seed and its own) or of the function,
-    or the `split` of a dataset. `weight`: relative frequency of this source's rows in a mixture.
+    kind: what `path` names. jsonl and parquet: files. datasets: a directory. reasoning_gym: the
+        name of a dataset. python: a function. environment: the job's environment, which has the
+        prompts.
+    path: file or list of files, directory, or name. For python, the "package.module:function" that
+        returns rows, called as function(part, seed, **options) with part "train", "warmup" or
+        "held_out". For environment only a name.
+    prompt_column: column of a file or dataset that holds the prompt.
+    options: arguments of the reasoning-gym dataset (size, seed and its own) or of the function, or
+        the `split` of a dataset.
+    weight: relative frequency of this source's rows in a mixture.
     """
 
     kind: (
@@ -141,16 +159,20 @@ class SourceSettings(Settings):
 class DataSettings(SourceSettings):
     """The prompts of a job: one source, or several named `sources`, mixed by their weights.
 
-    `chat`: whether the tokenizer's chat template formats prompts (plain text becomes a user
-    message); None uses the template if the tokenizer has one. `system_prompt`: added to messages
-    without one. `examples`: example answers by the user's text, which become turns before each
-    prompt. `template_options`: more arguments of the template, such as enable_thinking.
-    `held_out_path`: prompts of the same kind for evaluation. The first `num_held_out` of them are
-    used, or all if that is 0. Without a path, `num_held_out` prompts (at most a tenth of all) are
-    kept for evaluation. They, and all rows that repeat them, are taken out of each source before
-    mixing.
-    `on_bad_row`: what to do at the start about rows that no engine could answer. `refuse` raises an
-    error, `skip` leaves them out. `title`: name of the data in tables and plots.
+    sources: sources of a mixture, by name. If empty, the fields of SourceSettings describe the only
+        source.
+    chat: whether the tokenizer's chat template formats prompts (plain text becomes a user message).
+        None uses the template if the tokenizer has one.
+    system_prompt: added to messages without one.
+    examples: example answers by the user's text, which become turns before each prompt.
+    template_options: more arguments of the template, such as enable_thinking.
+    held_out_path: prompts of the same kind for evaluation. None holds out some of the prompts:
+        they, and all rows that repeat them, are taken out of each source before mixing.
+    num_held_out: number of prompts for evaluation. With `held_out_path` the first ones, or all if
+        0. Without it, at most a tenth of all prompts.
+    on_bad_row: what to do at the start about rows that no engine could answer. refuse raises an
+        error, skip leaves them out.
+    title: name of the data in tables and plots. None takes the path or the sources' names.
     """
 
     sources: Mapping[str, SourceSettings] = field(default_factory=dict)
@@ -194,11 +216,17 @@ class DataSettings(SourceSettings):
 class EnvironmentSettings(Settings):
     """The environment that the model acts in. Without a `path` there is none.
 
-    `path`: "package.module:name" of an Environment's class or factory, called with `options`; or of
-    an AgentRollouts class, whose `load` is called with them. `max_turns`, `step_timeout_s`,
-    `rollout_timeout_s`: see EpisodeLimits. `max_total_tokens`: limit on the tokens of a turn with
-    its prompt; None takes engine.max_sequence_length. `max_environments`: number of instances in
-    use at a time. An AgentRollouts has only the limit `rollout_timeout_s`; Task refuses others.
+    An AgentRollouts has only the limit `rollout_timeout_s`; Task refuses others.
+
+    path: "package.module:name" of an Environment's class or factory, or of an AgentRollouts class,
+        whose `load` is called.
+    options: arguments of the class, the factory or `load`.
+    max_turns: most turns of the model in an episode.
+    max_total_tokens: most tokens of a turn with its prompt. None takes engine.max_sequence_length.
+    step_timeout_s: seconds of each call of the environment. None sets no limit.
+    rollout_timeout_s: seconds of a whole rollout, including pauses of the engines. None sets no
+        limit.
+    max_environments: number of instances in use at a time.
     """
 
     path: Name | None = None
@@ -229,10 +257,12 @@ class EnvironmentSettings(Settings):
 class RewardTerm(Settings):
     """One reward function of a job.
 
-    `path`: "package.module:name" of a function, called with `options` as further arguments, or of a
-    class, created with `options`. `weight`: factor of its result in the reward.
-    `convention`: the function's signature. `text` is TRL's for plain text, `chat` is TRL's for
-    messages, `verl` is verl's compute_score.
+    path: "package.module:name" of a function, called with `options` as further arguments, or of a
+        class, created with `options`.
+    weight: factor of the function's result in the reward.
+    convention: signature of the function. text is TRL's for plain text, chat is TRL's for messages,
+        verl is verl's compute_score.
+    options: arguments of the function or of the class.
     """
 
     path: Name
@@ -246,9 +276,11 @@ class RewardSettings(Settings):
     """The reward of a completion: the weighted sum of the named `terms`. Without terms an
     environment must return the reward.
 
-    `workers`: number of processes that compute the reward; 0 uses a thread of this process.
-    `timeout_s`: limit on one call; None sets none. `warn_after_s`: seconds of a call after which a
-    warning with its first sample is logged; None logs none.
+    terms: reward functions by name.
+    workers: number of processes that compute the reward. 0 uses a thread of the trainer's process.
+    timeout_s: seconds of one call. None sets no limit.
+    warn_after_s: seconds of a call after which a warning with its first sample is logged. None logs
+        none.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -267,17 +299,23 @@ class RewardSettings(Settings):
 class WarmupSettings(Settings):
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
-    `max_steps`: 0 skips the warm-up. `check_prompts`: number of prompts of a measurement.
-    `answer_column`: the column with the completion to learn.
-    `source`: prompts of the warm-up; None uses the job's training prompts.
+    max_steps: most steps of the warm-up; 0 skips it.
+    target_reward: mean reward of sampled answers at which the warm-up ends.
+    learning_rate: learning rate of the warm-up.
+    batch_size: answers of a step.
+    first_check: step of the first measurement of the sampled reward.
+    check_interval: steps between two measurements.
+    check_prompts: number of prompts of a measurement.
+    answer_column: column with the completion to learn.
+    source: prompts of the warm-up. None uses the job's training prompts.
     """
 
     max_steps: NonNegativeInt
     target_reward: AnyNumber = 0.0
     learning_rate: PositiveFloat = 1e-3
     batch_size: PositiveInt = 128
-    first_check: NonNegativeInt = 60  # step of the first measurement of the sampled reward
-    check_interval: PositiveInt = 5  # steps between two measurements
+    first_check: NonNegativeInt = 60
+    check_interval: PositiveInt = 5
     check_prompts: PositiveInt = 256
     answer_column: Name = "answer"
     source: SourceSettings | None = None
@@ -285,7 +323,11 @@ class WarmupSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionSettings(Settings):
-    """A function or class by its `path`, "package.module:name", and `options`, its arguments."""
+    """A function or class, and its arguments.
+
+    path: "package.module:name" of the function or class.
+    options: arguments of the function or class.
+    """
 
     path: Name
     options: Options = field(default_factory=dict)
@@ -293,7 +335,13 @@ class FunctionSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings(FunctionSettings):
-    """The weight function of a Curriculum, and whether it draws with replacement."""
+    """The weight function of a Curriculum, and how it draws.
+
+    path: "package.module:name" of the weight function, or of a class whose instances are one.
+    options: arguments of the function or class.
+    with_replacement: True draws among all prompts. False draws among those not yet drawn in the
+        epoch.
+    """
 
     with_replacement: bool = False
 
@@ -302,21 +350,24 @@ class CurriculumSettings(FunctionSettings):
 class ProducerSettings(Settings):
     """Arguments of AsyncRolloutProducer.
 
-    `max_staleness_versions`: largest age, in versions, of a token that is trained on; 0 generates
-    only after each update; "ess" follows the effective sample size of the batches.
-    `order`: `admission` delivers batches in the order in which they began, `ready` makes a batch of
-    finished groups. In ready order, a prompt whose rollouts grow too old is sampled again, up to
-    `max_reissues` times; then the producer waits for it.
-    `oversample_groups`: number of extra groups to begin. In admission order the last ones to finish
-    are aborted. None begins a quarter of a batch in ready order, else 0.
-    `drop_zero_variance`: True replaces groups whose rewards are all equal. `group_filters`: replace
-    groups for which one of these functions returns a reason. More than `max_refills`
-    replacements for a batch are an error; None allows ten times its groups.
-    `curriculum`: draws prompts by weights from their PromptHistory.
-    `min_valid_samples`: a group with fewer rewards is generated again, with at most `max_attempts`
-    attempts in all.
-    `version_timeout_s`: seconds that a request for a batch waits for the weights version it needs.
-    `num_epochs`: number of passes over the prompts; None never ends.
+    max_staleness_versions: largest age, in versions, of a token that is trained on. 0 generates
+        only after each update. "ess" follows the effective sample size of the batches.
+    order: admission delivers batches in the order in which they began. ready makes a batch of
+        finished groups.
+    max_reissues: how often, in ready order, a prompt whose rollouts grow too old is sampled again.
+        Then the producer waits for it.
+    oversample_groups: number of extra groups to begin. In admission order the last ones to finish
+        are aborted. None begins a quarter of a batch in ready order, else 0.
+    drop_zero_variance: True replaces groups whose rewards are all equal.
+    group_filters: functions by name. A group for which one of them returns a reason is replaced.
+    curriculum: draws prompts by weights from their PromptHistory. None draws each once per epoch.
+    max_refills: most replacements of groups for a batch; more are an error. None allows ten times
+        the groups of a batch.
+    min_valid_samples: a group with fewer rewards is generated again.
+    max_attempts: most attempts to generate a group, in all.
+    version_timeout_s: seconds that a request for a batch waits for the weights version it needs.
+    shuffle: True draws the prompts in a new random order in each epoch.
+    num_epochs: number of passes over the prompts. None never ends.
     """
 
     max_staleness_versions: NonNegativeInt | Literal["ess"] = 1
@@ -347,9 +398,9 @@ class ProducerSettings(Settings):
 class WeightSyncSettings(Settings):
     """How new weights reach the engines.
 
-    `mode`: `in_flight` commits new weights between two steps of the engine while requests continue.
-    `suspend` suspends the engines while the trainer trains and pushes.
-    `release`: memory that a suspend releases for the trainer.
+    mode: in_flight commits new weights between two steps of the engine while requests continue.
+        suspend suspends the engines while the trainer trains and pushes.
+    release: memory that a suspend releases for the trainer.
     """
 
     mode: Literal["in_flight", "suspend"] = "in_flight"
@@ -368,9 +419,11 @@ class WeightSyncSettings(Settings):
 class EvaluationSettings(Settings):
     """Metrics of held-out prompts besides the reward of their greedy answers; see `evaluate`.
 
-    `n`: number of samples of each prompt at `temperature`; 0 evaluates greedy answers alone.
-    `pass_at`: values of k for pass@k. `success_reward`: least reward that counts as success.
-    `answer`: function that returns the answer in a completion, for maj@n; None leaves maj@n out.
+    n: number of samples of each prompt at `temperature`; 0 evaluates greedy answers alone.
+    temperature: sampling temperature of these samples.
+    pass_at: values of k for pass@k.
+    success_reward: least reward that counts as success.
+    answer: function that returns the answer in a completion, for maj@n. None leaves maj@n out.
     """
 
     n: NonNegativeInt = 0
@@ -391,10 +444,15 @@ class EvaluationSettings(Settings):
 class LoggerSettings(Settings):
     """Where metrics and samples go besides the files of a run: the terminal and Weights & Biases.
 
-    `num_samples`: number of samples shown after step 1 and every `sample_interval` steps.
-    `num_completions`: number of samples of each step that completions.jsonl gets; the file is
-    rotated at `completions_file_bytes`.
-    `save_batches`: True keeps one sampled batch per checkpoint for trainer_hooks.doctor.
+    console: whether a terminal shows the dashboard.
+    wandb: whether metrics go to Weights & Biases, into files (offline) or to its server (online).
+    wandb_project: name of the project there.
+    wandb_tags: tags of the run there.
+    num_samples: number of samples shown after step 1 and every `sample_interval` steps.
+    sample_interval: steps between two shows of samples.
+    num_completions: number of samples of each step that completions.jsonl gets.
+    completions_file_bytes: size at which completions.jsonl is rotated.
+    save_batches: True keeps one sampled batch per checkpoint for trainer_hooks.doctor.
     """
 
     console: bool = True

@@ -37,8 +37,8 @@ class FleetSnapshot:
     """A fleet at one moment.
 
     time: seconds since 1970. engines: for each engine its "rank", "state", "weights_version",
-    counts, and rates since the previous snapshot. refused: number of connections and peers that the
-    coordinator has refused, by reason.
+    counts, sums of latencies, and rates since the previous snapshot. refused: number of connections
+    and peers that the coordinator has refused, by reason.
     """
 
     time: float
@@ -86,6 +86,10 @@ class FleetView:
             "state": stats.state.name,
             "weights_version": stats.weights_version,
             **{name: getattr(stats, name) for name in _COUNTS},
+            "num_first_tokens": sum(stats.first_token_latency),
+            "first_token_seconds": stats.first_token_seconds,
+            "num_later_tokens": sum(stats.token_latency),
+            "token_seconds": stats.token_seconds,
             **rates,
         }
 

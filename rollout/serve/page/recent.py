@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from rollout.coordinator.client.streams import RequestFuture
 from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.serve.token_texts import TokenTexts
 
 MAX_SAMPLES = 1000
 MAX_TOKENS = 500_000  # some 28 bytes each
 MAX_SHOWN_TOKENS = 400
-_MAX_SHOWN_PROMPT_TOKENS = 60
+MAX_SHOWN_PROMPT_TOKENS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +77,14 @@ class RecentSamples:
         return found[::-1]
 
 
-def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any]:
-    """Return a sample as JSON for the page. text_of: returns the text of a token.
+def shown_sample(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
+    """Return a sample as JSON for the page.
 
     It has the end of the prompt, the first generated tokens with their log-probs, weights versions
     and KV staleness, and the number of all generated tokens by staleness. Staleness is relative to
     the version at which the sample ended. "log_probs" is None unless the request asked for them.
+    "first_token_s" and "token_s" are the time to the first token and the mean time between two
+    tokens, in seconds; None if there were none.
     """
     request = sample.record.merge()
     num_prompt = len(request.prompt_tokens)
@@ -92,7 +95,9 @@ def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any
     kv_ages = all_kv_ages[num_prompt:].numpy()
     log_probs = request.generated_log_probs
     shown = slice(0, MAX_SHOWN_TOKENS)
-    prompt = request.prompt_tokens[-_MAX_SHOWN_PROMPT_TOKENS:].tolist()
+    prompt = request.prompt_tokens[-MAX_SHOWN_PROMPT_TOKENS:].tolist()
+    between = np.asarray(request.tpot or [], dtype=np.float64)[1:]
+    between = between[np.isfinite(between)]  # NaN for tokens of an engine that failed
     return {
         "serial": sample.serial,
         "time": sample.time,
@@ -100,8 +105,10 @@ def shown_sample(sample: Sample, text_of: Callable[[int], str]) -> dict[str, Any
         "version": now,
         "num_prompt_tokens": num_prompt,
         "num_tokens": request.num_generated_tokens,
-        "prompt": "".join(map(text_of, prompt)),
-        "tokens": [text_of(token) for token in request.generated_tokens[shown]],
+        "first_token_s": request.ttft,
+        "token_s": float(between.mean()) if len(between) else None,
+        "prompt": "".join(texts.pieces_of(prompt)),
+        "tokens": texts.pieces_of(request.generated_tokens[shown]),
         "versions": versions[shown].tolist(),
         "kv_staleness": kv_ages[shown].tolist(),
         "log_probs": None

@@ -6,7 +6,8 @@ Used by `rollout.serve.app` through `page_routes`. Browsers and `rollout.cli.top
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+import json
+from contextlib import aclosing, suppress
 from importlib.resources import files
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollout.serve.errors import ApiError
 from rollout.serve.page.recent import MAX_SAMPLES, shown_sample
 from rollout.serve.state import STATE, Handler, Route, ServerState
 
+RUNNING_INTERVAL_S = 0.25
 _DEFAULT_NUM_SAMPLES = 100
 _SAMPLES_PER_EVENT = 20
 _FILES = {
@@ -60,33 +62,83 @@ def _file(name: str, content_type: str) -> Handler:
 
 
 async def _events(request: web.Request, body: Any) -> web.StreamResponse:
-    """Send `fleet` events once a second, and `samples` events with newly finished samples. The
-    query's `samples` is the most samples that are sent with each `fleet` event; 0 sends none."""
+    """Send `fleet` events once a second, `samples` events with newly finished samples, and
+    `running` events with new tokens of running ones. The query's `samples` is the most samples that
+    are sent with each `fleet` event; 0 sends neither finished nor running samples."""
     state = request.app[STATE]
     limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
     response.content_type = "text/event-stream"
     await response.prepare(request)
     next_serial = 0
+    running: asyncio.Task[None] | None = None
     try:
         await _send(state, response, "server", _about(state))
+        if limit:
+            running = asyncio.ensure_future(_send_running(state, response))
         async with aclosing(state.feed.snapshots()) as snapshots:
             async for snapshot in snapshots:
                 await _send(state, response, "fleet", snapshot)
                 samples = state.recent.since(next_serial, limit)
                 for start in range(0, len(samples), _SAMPLES_PER_EVENT):
                     batch = samples[start : start + _SAMPLES_PER_EVENT]
-                    shown = [shown_sample(sample, state.texts.of) for sample in batch]
+                    shown = [shown_sample(sample, state.texts) for sample in batch]
                     await _send(state, response, "samples", shown)
                     await asyncio.sleep(0)  # serve other requests between two batches
                 next_serial = state.recent.num_added
     except (ConnectionError, asyncio.TimeoutError):
         pass  # the client has disconnected, or reads nothing
+    finally:
+        if running is not None:
+            running.cancel()
     return response
 
 
+async def _send_running(state: ServerState, response: web.StreamResponse) -> None:
+    """Send `running` events until the client disconnects or this is cancelled. An event has all
+    followed samples that run, each with the tokens that the client lacks."""
+    num_sent: dict[int, int] = {}
+    with state.running.page(), suppress(ConnectionError, asyncio.TimeoutError):
+        while True:
+            samples = state.running.samples()
+            if samples or num_sent:
+                shown = [each.shown(num_sent.get(each.serial), state.texts) for each in samples]
+                num_sent = {each.serial: each.num_tokens for each in samples}
+                await _send(state, response, "running", shown)
+            await asyncio.sleep(RUNNING_INTERVAL_S)
+
+
 def _about(state: ServerState) -> dict[str, Any]:
-    return {"model": state.served_name, "started": state.created}
+    """Return what the page says of the server. "example": a request to send; None if the protocols
+    have no route that generates."""
+    return {
+        "model": state.served_name,
+        "started": state.created,
+        "needs_key": state.config.api_key is not None,
+        "example": example_request(state),
+    }
+
+
+def example_request(state: ServerState) -> dict[str, str] | None:
+    """Return "path" and "body", as JSON, of a request that the server answers with generated text,
+    or without a tokenizer with token ids. None if its protocols have no route that generates."""
+    protocols, has_text = state.config.protocols, state.llm.tokenizer is not None
+    prompt: str | list[int] = "Once upon a time" if has_text else [1, 2, 3]
+    num_tokens = min(64, max(1, state.max_model_len // 4))
+    if "openai" in protocols:
+        own = {"model": state.served_name, "max_tokens": num_tokens}
+        if has_text and state.template is not None:
+            message = {"role": "user", "content": "Tell me a short story."}
+            return _example("v1/chat/completions", {**own, "messages": [message]})
+        return _example("v1/completions", {**own, "prompt": prompt})
+    if "sglang" in protocols:
+        given = {"text" if has_text else "input_ids": prompt}
+        return _example("generate", {**given, "sampling_params": {"max_new_tokens": num_tokens}})
+    return None
+
+
+def _example(path: str, body: dict[str, Any]) -> dict[str, str]:
+    return {"path": path, "body": json.dumps(body)}
 
 
 def _num_samples(text: str) -> int:
