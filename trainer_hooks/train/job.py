@@ -221,8 +221,8 @@ class TrainerSettings(Settings):
         after which the job fails.
     strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one
         process.
-    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory, with rounding
-        that has no bias (BFloat16AdamW).
+    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory, by rounding
+        without bias (BFloat16AdamW).
     gradient_checkpointing: the backward pass computes each layer of the policy again, from its
         inputs. Gradients are the same.
     autocast: bfloat16 computes the policy's products in bfloat16, with weights and gradients in
