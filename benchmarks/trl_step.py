@@ -98,8 +98,15 @@ def policy_of(task: Task, is_small: bool) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads, **ids, pad_token_id=2))
 
 
-def rewards_of(task: Task, completions: Sequence[Sequence[int]], answers: Any) -> list[float]:
-    """Return the job's reward of each completion: exact match plus edit similarity."""
+def rewards_of(
+    task: Task, completions: Sequence[Sequence[int]], answers: Any, is_small: bool
+) -> list[float]:
+    """Return the job's reward of each completion: exact match plus edit similarity.
+
+    Completions of the random model, which would all get 0, are scored by their token ids.
+    """
+    if is_small:
+        return [sum(ids) % 7 / 7 for ids in completions]
     texts = task.tokenizer.batch_decode(completions, skip_special_tokens=True)
     cut = [list(ids[-1:]) != [task.tokenizer.eos_token_id] for ids in completions]
     terms = (
@@ -116,14 +123,17 @@ def trl_step(is_small: bool, has_engine: bool, rollouts_file: Path) -> Step:
     torch.set_num_threads(1)
     settings, watch = settings_of(is_small), Stopwatch()
     task = Task(settings.model, settings.data, settings.reward)
-    policy, losses = policy_of(task, is_small), []
+    policy = policy_of(task, is_small)
+    losses: list[float] = []
     if not has_engine:
-        trainer = _timed_trainer(watch, losses, rollouts_file)(**_arguments(settings, task, policy))
+        trainer = _timed_trainer(watch, losses, rollouts_file)(
+            **_arguments(settings, task, policy, is_small)
+        )
         trainer.train()
     else:
         with LLM(policy, task.tokenizer, settings.engine) as llm:
             rollouts = TRLRollouts(llm)
-            arguments = {**_arguments(settings, task, policy), "rollout_func": rollouts}
+            arguments = {**_arguments(settings, task, policy, is_small), "rollout_func": rollouts}
             trainer = _timed_trainer(watch, losses, None)(**arguments)
             rollouts.attach(trainer)
             trainer.train()
@@ -133,7 +143,7 @@ def trl_step(is_small: bool, has_engine: bool, rollouts_file: Path) -> Step:
     )
 
 
-def _arguments(settings: JobSettings, task: Task, policy: Any) -> dict[str, Any]:
+def _arguments(settings: JobSettings, task: Task, policy: Any, is_small: bool) -> dict[str, Any]:
     """Return the arguments of a GRPOTrainer for one step of the job."""
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
@@ -141,7 +151,7 @@ def _arguments(settings: JobSettings, task: Task, policy: Any) -> dict[str, Any]
     sizes, prompts = settings.algorithm, first_prompts(task, settings)
 
     def score(completion_ids: Any, answer: Any, **columns: Any) -> list[float]:
-        return rewards_of(task, completion_ids, answer)
+        return rewards_of(task, completion_ids, answer, is_small)
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -183,7 +193,7 @@ def _timed_trainer(watch: Stopwatch, losses: list[float], rollouts_file: Path | 
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+    class TimedTrainer(GRPOTrainer):
         def _generate(self, *args: Any) -> Any:
             with watch.part("generation"):
                 return super()._generate(*args)
@@ -234,7 +244,8 @@ def own_step(is_small: bool, rollouts_file: Path) -> Step:
             )
         with watch.part("scoring"):
             answers = [item.columns["answer"] for item in prompts for _ in range(sizes.group_size)]
-            rewards_of(task, [request.generated_tokens for request in requests], answers)
+            rewards_of(task, [each.generated_tokens for each in requests], answers, is_small)
+        llm.pause()
         llm.suspend(release=("kv_cache", "weights"), discard_weights=True)
         batch, advantages_BT = batch_of(torch.load(rollouts_file))
         # As in TRL's step on fresh rollouts, ratios are taken to the policy itself.

@@ -53,7 +53,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Returns the result of `closure`, if given."""
         loss = None
         if closure is not None:
@@ -98,17 +98,18 @@ def _update(
     whole = own.contiguous()  # itself, unless its strides are unusual
     size = bits_2C.shape[1]
     parts = (whole, _local(parameter.grad), *(_local(state[name]) for name in _MOMENTS))
-    for values, gradient, *moments in zip(
+    beta1, beta2 = group["betas"]
+    for values, gradient, mean, square in zip(
         *(part.reshape(-1).split(size) for part in parts), strict=True
     ):
-        floats = [moment.float() for moment in moments]
+        exact_mean, exact_square = mean.float(), square.float()
         adamw(
-            [values], [gradient], *([each] for each in floats), [], [state["step"].clone()],
+            [values], [gradient], [exact_mean], [exact_square], [], [state["step"].clone()],
             fused=True, amsgrad=False, maximize=False, weight_decay=0.0, lr=group["lr"],
-            beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
+            beta1=beta1, beta2=beta2, eps=group["eps"],
         )  # fmt: skip
-        for moment, exact, bits_C in zip(moments, floats, bits_2C, strict=True):
-            _round(exact, bits_C[: len(exact)], moment)
+        _round(exact_mean, bits_2C[0, : len(values)], mean)
+        _round(exact_square, bits_2C[1, : len(values)], square)
     if whole is not own:
         own.copy_(whole)
     state["step"] += 1

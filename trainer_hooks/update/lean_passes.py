@@ -52,7 +52,7 @@ def embeddings_in_place(embedding: Any) -> Iterator[None]:
     )
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if is_plain and embedding.weight.requires_grad:
-        forwards[embedding] = partial(_looked_up, embedding.weight, embedding.padding_idx)
+        forwards[embedding] = partial(_looked_up, embedding)
     with _replaced(forwards):
         yield
 
@@ -74,7 +74,7 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 def _layers(policy: Any) -> list[nn.Module]:
     """Return the layers of a model of transformers, or of PEFT around one."""
-    found = []
+    found: list[nn.Module] = []
     if isinstance(policy, nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -87,8 +87,10 @@ def _layers(policy: Any) -> list[nn.Module]:
     return found
 
 
-def _looked_up(weight_VE: Tensor, padding_id: int | None, tokens: Tensor) -> Tensor:
-    rows: Tensor = _Lookup.apply(weight_VE, padding_id, tokens)  # type: ignore[no-untyped-call]
+def _looked_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    rows: Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+        embedding.weight, embedding.padding_idx, tokens
+    )
     return rows
 
 
