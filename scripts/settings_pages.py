@@ -260,7 +260,7 @@ def job_page() -> str:
     chosen = {**values["hydra"]["runtime"]["choices"], "data": ""}  # data has no default
     entries = [_CONF / f"{entry}.yaml" for entry in _ENTRIES]
     parts = [JOB, ENTRY_CONFIGS, option_table("entry", entries, "train"), GROUPS]
-    for group in sorted(path for path in _CONF.iterdir() if path.is_dir()):
+    for group in sorted({path.parent for path in _CONF.glob("*/*.yaml")}):
         options = option_table("option", sorted(group.glob("*.yaml")), chosen[group.name])
         parts.append(f"### {group.name}\n\n{options}")
     parts.append(KEYS)

@@ -466,6 +466,19 @@ def check_deterministic() -> None:
             tiny_engine(model(), deterministic=True)
 
 
+def check_engine() -> None:
+    """What another engine does is tested in tests/rollout_vllm."""
+    with pytest.raises(ConfigError, match=r"engine='rolout' is unknown; did you mean rollout\?"):
+        LLM(model(), engine="rolout")
+    with pytest.raises(ConfigError, match="engine='vllm' is another engine"):
+        tiny_engine(model(), engine="vllm")
+
+
+def check_engine_options() -> None:
+    with pytest.raises(ConfigError, match=r"engine_options.*another engine"):
+        InferenceConfig(engine_options={"gpu_memory_utilization": 0.8})
+
+
 # ---- what is refused
 
 

@@ -155,3 +155,19 @@ def test_oldest_version_of_nothing_raises():
 def test_deserialize_refuses_half_a_run():
     with pytest.raises(ValueError, match="pairs"):
         VersionSpans.deserialize([3, 0, 1])
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6), cut=st.floats(0, 1)
+)
+def test_truncate_drops_the_last_entries_and_leaves_copies(
+    runs: list[tuple[int, int]], cut: float
+) -> None:
+    spans = VersionSpans(runs)
+    copy, length = spans.copy(), int(cut * len(spans))
+    spans.truncate(length)
+    assert spans == copy.slice(0, length)
+    spans.append(2, 9)
+    assert spans.to_array().tolist() == [*copy.to_array().tolist()[:length], 9, 9]
+    assert copy == VersionSpans(runs)
+    assert spans.last_run[:2] == (length, 9)

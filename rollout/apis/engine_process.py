@@ -13,12 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rollout.apis.engines import make_engine
 from rollout.child_process import CHILD_FLAG, run_child
 from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
-from rollout.engine.build import DynamicInferenceEngine
 from rollout.errors import CoordinatorLostError
 from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.text import Tokenizer, tokenizer_of
@@ -51,9 +51,7 @@ def run_engine(
     CoordinatorLostError without an answer within `register_timeout_s`.
     """
     config, model = inference_config or InferenceConfig(), model_directory(model)
-    engine = DynamicInferenceEngine.from_model(
-        model, config, tokenizer_of(model, tokenizer), weights_version
-    )
+    engine = make_engine(model, config, tokenizer_of(model, tokenizer), weights_version)
     engine.measure_step()
     agent = EngineAgent(
         engine,

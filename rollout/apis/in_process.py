@@ -16,7 +16,7 @@ from rollout.control.commands import Command, R
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
-from rollout.engine.build import DynamicInferenceEngine
+from rollout.engine.engine import Engine
 from rollout.errors import EngineStateError
 from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -30,8 +30,9 @@ class InProcessRuntime:
     """Runs an LLM's requests by an engine in this process. One thread submits, steps, aborts and
     drops requests. Control calls of other threads take effect between two of its steps."""
 
-    def __init__(self, engine: DynamicInferenceEngine, tokenizer: Tokenizer | None) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, *, has_ranks: bool) -> None:
+        """`has_ranks`: whether other processes are ranks of the engine."""
+        self.engine, self.tokenizer, self.has_ranks = engine, tokenizer, has_ranks
         self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.
         self._step_lock = FairLock()
@@ -81,11 +82,6 @@ class InProcessRuntime:
     def keep(self, record: DynamicInferenceRequestRecord) -> None:
         """Keep the request of a record that `step` returned, for `take_ended`."""
         self._ended.append(finished_request(record, self.tokenizer))
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether other processes are ranks of the engine."""
-        return self.engine.build.config.tensor_parallel_size > 1
 
     def check_ranks(self) -> None:
         """Raise LockstepError if the process of one of the engine's ranks has ended."""

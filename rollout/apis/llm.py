@@ -42,7 +42,7 @@ from rollout.control.commands import Command, ControlCalls, R
 from rollout.control.reports import WeightUpdateReport
 from rollout.control.state import EngineState
 from rollout.deferred_signals import deferred_signals
-from rollout.engine.build import DynamicInferenceEngine
+from rollout.engine.engine import Engine
 from rollout.errors import ConfigError, EngineStateError, InvalidRequestError, RolloutError
 from rollout.extras import extra_needed
 from rollout.models.checkpoints.smollm2 import model_directory
@@ -126,7 +126,7 @@ class LLM(ControlCalls):
         self.serving_address: tuple[str, int] | None = None  # host and port; None: not served
 
     @property
-    def engine(self) -> DynamicInferenceEngine:
+    def engine(self) -> Engine:
         """The engine in this process, which may be stepped by hand. Raises ConfigError for engines
         behind a coordinator, and with pg_collection."""
         require_one_process(self._ranks, "llm.engine")

@@ -19,9 +19,10 @@ from typing import Any, Protocol, TypeVar, cast
 from msgspec import structs
 from torch import nn
 
+from rollout.apis.engines import make_engine
 from rollout.apis.in_process import InProcessRuntime
 from rollout.child_process import pickled
-from rollout.config import InferenceConfig
+from rollout.config import OWN_ENGINE, InferenceConfig
 from rollout.control.commands import Command
 from rollout.control.state import EngineState
 from rollout.engine.build import DynamicInferenceEngine, follower_of
@@ -57,13 +58,20 @@ def runtime_of(
     """Build this process's engine, or its rank of an engine. Returns its runtime and its AllRanks.
     The AllRanks is None without `pg_collection`. Raises ConfigError and ModelError."""
     if num_spmd_ranks(config) == 1:
-        make = DynamicInferenceEngine.from_model
-        return InProcessRuntime(make(model, config, tokenizer, weights_version), tokenizer), None
+        engine = make_engine(model, config, tokenizer, weights_version)
+        has_ranks = config.tensor_parallel_size > 1
+        return InProcessRuntime(engine, tokenizer, has_ranks=has_ranks), None
+    if config.engine != OWN_ENGINE:
+        raise ConfigError(
+            f"pg_collection works with engine={OWN_ENGINE!r} alone, not {config.engine!r}; leave "
+            "out one of them"
+        )
     if config.pg_collection.tp.rank():
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
         return follower, follower
-    engine, executor = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
-    return InProcessRuntime(engine, tokenizer), _LeadRank(engine, executor)
+    lead, executor = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
+    runtime = InProcessRuntime(lead, tokenizer, has_ranks=config.tensor_parallel_size > 1)
+    return runtime, _LeadRank(lead, executor)
 
 
 def on_all_ranks(method: Method) -> Method:

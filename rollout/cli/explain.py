@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, with_model
-from rollout.cli.settings import Parser, read_settings
+from rollout.cli.settings import Parser, UsageError, read_settings
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
-from rollout.engine.build import EngineBuild
+from rollout.engine.build import DynamicInferenceEngine, EngineBuild
 from rollout.worker.kv_cache import bytes_per_block
 from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 
@@ -40,8 +40,11 @@ def run(words: Sequence[str]) -> int:
         with_model(given.settings), {**MODEL_KINDS, **CONFIG_KINDS}, hints=CONFIG_HINTS
     )
     with make_llm(of_llm) as llm:
-        sections = explain(llm.engine.build)
-        products = llm.engine.build.backend.ops.explain().splitlines()
+        engine = llm.engine
+        if not isinstance(engine, DynamicInferenceEngine):
+            raise UsageError("rollout explain describes engine=rollout; leave out engine=")
+        sections = explain(engine.build)
+        products = engine.build.backend.ops.explain().splitlines()
     if given.json:
         rows = {title: [asdict(fact) for fact in facts] for title, facts in sections.items()}
         print(json.dumps({**rows, "products": products}))

@@ -15,7 +15,7 @@ from torch import nn
 from rollout.backends.base import Backend
 from rollout.blocks.kv_cache_manager import KVCacheManager
 from rollout.blocks.routing_record import RoutingRecord
-from rollout.config import InferenceConfig, PrefixCachingEvictionPolicy
+from rollout.config import OWN_ENGINE, InferenceConfig, PrefixCachingEvictionPolicy
 from rollout.engine.counters import EngineCounters
 from rollout.engine.engine import Engine
 from rollout.engine.guard import CallGuard
@@ -79,6 +79,11 @@ class DynamicInferenceEngine(Engine):
         """
         _check_version(weights_version)
         config = inference_config or InferenceConfig()
+        if config.engine != OWN_ENGINE:
+            raise ConfigError(
+                f"engine={config.engine!r} is another engine than this one; make it with LLM, or "
+                "with rollout.apis.engines.make_engine"
+            )
         if num_spmd_ranks(config) > 1:
             raise ConfigError(
                 "pg_collection needs an LLM, whose methods all ranks call; an engine that rank 0 "

@@ -522,6 +522,12 @@ class Engine(ControlledEngine):
             raise IntegrityError("the engine is inconsistent: " + "; ".join(found))
 
     @property
+    def shared_settings(self) -> dict[str, str]:
+        """The settings that all engines of a fleet must share, as texts by name. The classes that
+        users make have them; an Engine that is put together by hand raises NotImplementedError."""
+        raise NotImplementedError(f"{type(self).__name__} names no settings for a fleet")
+
+    @property
     def block_size_tokens(self) -> int:
         """Tokens of a KV block."""
         return self._scheduler.kv_cache_manager.block_size

@@ -27,6 +27,7 @@ OWN_MODEL_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 # Fields of InferenceConfig that change the results of requests, or which updates are accepted.
 SHARED_CONFIG_FIELDS = (
+    "engine",
     *("kv_cache_management_mode", "max_kv_staleness_versions", "prefix_reuse_across_versions"),
     *("enable_chunked_prefill", "materialize_only_last_token_logits", "deterministic"),
     "record_routing",
@@ -59,6 +60,11 @@ def shared_settings(
         for field in fields(spec)
         if field.name not in OWN_MODEL_FIELDS
     }
+    return settings_as_texts(values)
+
+
+def settings_as_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return a text of each setting by name. Different values have different texts."""
     return {name: _text(value) for name, value in _flat(values)}
 
 

@@ -86,13 +86,19 @@ def test_keys_come_from_variables_for_commands_that_have_them(
     assert read_settings([], {"port": int}) == [{}]
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default, made or given."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
 def test_every_field_of_the_config_can_be_set() -> None:
     not_text = {"metrics_writer", "pg_collection"}
     names = {field.name for field in dataclasses.fields(InferenceConfig)}
     assert names - not_text <= set(llm_kinds())
     defaults = read_settings(
         [
-            f"{field.name}={getattr(field.default, 'value', field.default)}"
+            f"{field.name}={getattr(default := default_of(field), 'value', default)}"
             for field in dataclasses.fields(InferenceConfig)
             if field.name not in not_text
         ],

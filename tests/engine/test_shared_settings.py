@@ -40,6 +40,7 @@ OWN_CONFIG_FIELDS = (
     *("mamba_memory_ratio", "mamba_inference_state_config"),
     "reject_non_finite_weights",  # an update that one engine refuses is taken by none
     *("metrics_writer", "logging_step_interval", "request_metadata_types"),
+    "engine_options",  # of another engine, which names those that it shares
 )
 DIMS = LatentDims(
     q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 from hydra import compose, initialize_config_dir
 
 from rollout import ConfigError, InferenceConfig, SamplingParams
-from rollout.config import MAX_THREADS
+from rollout.config import MAX_THREADS, OWN_ENGINE
 from rollout.ranges import (
     Choices,
     Fraction,
@@ -352,9 +352,11 @@ class JobSettings(Settings):
     def pushes_at_start(self) -> bool:
         """Whether engines start from base weights and receive the policy by a push.
 
-        True if an adapter is trained, and if the policy is divided among ranks.
+        True if an adapter is trained, if the policy is divided among ranks, and for an engine of
+        another package, which starts from a directory.
         """
-        return self.model.lora is not None or self.trainer.strategy == "fsdp2"
+        is_other_engine = self.engine.engine != OWN_ENGINE
+        return self.model.lora is not None or self.trainer.strategy == "fsdp2" or is_other_engine
 
     @property
     def merges_adapter(self) -> bool:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
 from rollout.apis.threaded_llm import ThreadedLLM
+from rollout.config import OWN_ENGINE
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from rollout.text import as_tokenizer, encode_prompt
@@ -56,7 +57,9 @@ async def warm_up(
     # In an environment the warm-up's prompts are parts of episodes, but whole episodes are scored.
     checked = prompts if task.rollout_fn is None else _in_turn(task.prompts(seed))
     latest, start_s = -math.inf, time.perf_counter()
-    with LLM(policy, task.tokenizer, engine) as llm:
+    # Engines of other packages do not take the policy itself.
+    own = engine.replace(engine=OWN_ENGINE, engine_options={})
+    with LLM(policy, task.tokenizer, own) as llm:
         async with ThreadedLLM(llm) as threaded:
             for step in range(1, settings.max_steps + 1):
                 items = list(islice(prompts, settings.batch_size))

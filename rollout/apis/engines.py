@@ -1,0 +1,47 @@
+"""make_engine: makes the engine that a config names, this package's or another package's.
+
+Used by `rollout.apis.spmd`, for LLM, and by `rollout.apis.engine_process`. Another package offers
+an engine by an entry point of ENTRY_POINTS: a function with the arguments of `make_engine`, which
+returns a `rollout.engine.engine.Engine`. It is imported when a config names it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rollout.config import OWN_ENGINE, InferenceConfig
+from rollout.engine.build import DynamicInferenceEngine
+from rollout.engine.engine import Engine
+from rollout.errors import ConfigError
+from rollout.keyword_hints import remedy_of_unknown
+from rollout.text import Tokenizer
+
+ENTRY_POINTS = "rollout.engines"
+
+
+def make_engine(
+    model: str | Path | nn.Module | Any,
+    config: InferenceConfig,
+    tokenizer: Tokenizer | None,
+    weights_version: int,
+) -> Engine:
+    """Return a new engine of the kind `config.engine`.
+
+    Arguments are those of DynamicInferenceEngine.from_model. Raises ConfigError for an unknown
+    engine, for one whose package is missing, and for fields that it cannot follow; ModelError.
+    """
+    if config.engine == OWN_ENGINE:
+        return DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)
+    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if config.engine not in points:
+        known = sorted({OWN_ENGINE, *points})
+        otherwise = f"use one of: {', '.join(known)}"
+        remedy = remedy_of_unknown(config.engine, known, otherwise, cutoff=0.6)
+        raise ConfigError(f"engine={config.engine!r} is unknown; {remedy}")
+    make = points[config.engine].load()
+    engine: Engine = make(model, config, tokenizer, weights_version)
+    return engine

@@ -1,0 +1,243 @@
+"""make_engine: an Engine whose steps are vLLM's.
+
+`rollout.apis.engines` calls it for `InferenceConfig(engine="vllm")`, found by an entry point.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollout.config import InferenceConfig
+from rollout.engine.counters import EngineCounters
+from rollout.engine.engine import Engine
+from rollout.engine.guard import CallGuard
+from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
+from rollout.errors import ConfigError, ModelError
+from rollout.models.checkpoints.reader import read_config
+from rollout.models.spec import end_ids_of, union_of_ids
+from rollout.requests.record import DynamicInferenceRequestRecord
+from rollout.scheduling.admission import AdmissionLimits
+from rollout.step.seeds import given_or_drawn
+from rollout.text import Tokenizer
+from rollout_vllm.installed import require_vllm
+from rollout_vllm.options import check_params, engine_arguments
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core import EngineCore
+
+
+class VllmEngine(Engine):
+    """An Engine over vLLM. `core`: vLLM's EngineCore, which it owns. `arguments`: of vLLM."""
+
+    core: EngineCore
+    config: InferenceConfig
+    model_settings: dict[str, str]
+
+    @property
+    def shared_settings(self) -> dict[str, str]:
+        """The settings that all engines of a fleet must share, as texts by name."""
+        return self.model_settings
+
+
+def make_engine(
+    model: str | Path | Any,
+    config: InferenceConfig,
+    tokenizer: Tokenizer | None = None,
+    weights_version: int = 0,
+) -> VllmEngine:
+    """Return an engine in RUNNING. `model` is a Hugging Face directory with safetensors.
+
+    Raises ConfigError without a supported vLLM, for a field that vLLM cannot follow, and for an
+    engine option that would break a promise; ModelError for another model.
+    """
+    require_vllm()
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"engine='vllm' takes the directory of a model, not a {type(model).__name__}: write it "
+            "with save_pretrained(DIR), and pass DIR"
+        )
+    directory = Path(model)
+    if not sorted(directory.glob("*.safetensors")):
+        raise ModelError(f"{directory} holds no *.safetensors; write it with save_pretrained")
+    seed = given_or_drawn(config.seed, "an engine")
+    config = config.replace(seed=seed)
+    arguments = {**engine_arguments(config), "seed": seed % 2**31}
+    return _made_of(directory, arguments, config, tokenizer, weights_version)
+
+
+def _made_of(
+    directory: Path,
+    arguments: dict[str, Any],
+    config: InferenceConfig,
+    tokenizer: Tokenizer | None,
+    weights_version: int,
+) -> VllmEngine:
+    # The scheduler must lie in this process.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if config.num_threads is not None:  # otherwise vLLM binds a thread to each core that it finds
+        os.environ["OMP_NUM_THREADS"] = str(config.num_threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        torch.set_num_threads(config.num_threads)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
+
+    from rollout_vllm.executor import VllmExecutor
+    from rollout_vllm.pipeline import VllmPipeline
+    from rollout_vllm.scheduler import VllmScheduler
+    from rollout_vllm.stamps import AsyncStampingScheduler, StampingScheduler
+    from rollout_vllm.suspension import VllmSuspension
+
+    kind = AsyncStampingScheduler if arguments["async_scheduling"] else StampingScheduler
+    try:
+        vllm_config = EngineArgs(
+            model=str(directory),
+            scheduler_cls=f"{kind.__module__}.{kind.__name__}",
+            **arguments,
+        ).create_engine_config()
+        _check_device(config.device)
+        _check_async(arguments, vllm_config)
+        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
+    scheduler = VllmScheduler(
+        core,
+        reuse_across_versions=config.prefix_reuse_across_versions,
+        shares_prefixes=config.enable_prefix_caching,
+    )
+    executor = VllmExecutor(
+        core, directory, weights_version, reject_non_finite=config.reject_non_finite_weights
+    )
+    counters = EngineCounters(writer=config.metrics_writer, interval=config.logging_step_interval)
+    guard = CallGuard()
+    outputs = OutputProcessor(
+        track_paused=False,
+        track_generated_tokens=config.track_generated_token_events,
+        totals=counters.requests,
+    )
+    inputs = _input_processor(vllm_config, scheduler, directory, config, tokenizer)
+    engine = VllmEngine(
+        inputs=inputs,
+        scheduler=scheduler,
+        outputs=outputs,
+        pipeline=VllmPipeline(core, scheduler, outputs, counters, guard),
+        executor=executor,
+        suspension=VllmSuspension(
+            core,
+            scheduler,
+            executor,
+            outputs,
+            config.kv_cache_management_mode,
+            has_sleep=bool(arguments.get("enable_sleep_mode")),
+        ),
+        counters=counters,
+        guard=guard,
+        max_kv_staleness_versions=config.max_kv_staleness_versions,
+    )
+    engine.core, engine.config = core, config
+    engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
+    return engine
+
+
+def _check_device(device: str) -> None:
+    """Raise ConfigError if this build of vLLM runs on another device."""
+    from vllm.platforms import current_platform
+
+    if device not in ("auto", current_platform.device_type):
+        raise ConfigError(
+            f"device={device!r} contradicts this build of vLLM, which runs on "
+            f"{current_platform.device_type!r}; leave it out, and choose GPUs by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
+    """Raise ConfigError if vLLM has switched off the asynchronous scheduling that was asked for."""
+    if arguments["async_scheduling"] and not vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            "engine_options['async_scheduling']=True: vLLM schedules synchronously on this "
+            "platform; leave it out"
+        )
+
+
+class VllmInputProcessor(InputProcessor):
+    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's."""
+
+    logprobs_mode: str
+
+    def process_groups(
+        self, groups: Any, *arguments: Any, **named: Any
+    ) -> list[list[ProcessedRequest]]:
+        for group in groups:
+            self._check(group)
+        return super().process_groups(groups, *arguments, **named)
+
+    def _check(self, group: Group) -> None:
+        for params in group[1]:
+            check_params(params, self.logprobs_mode)
+
+    def process_record(
+        self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
+    ) -> ProcessedRequest:
+        if (params := record[0].sampling_params) is not None:
+            check_params(params, self.logprobs_mode)
+        return super().process_record(record, *arguments, **named)
+
+
+def _input_processor(
+    vllm_config: VllmConfig,
+    scheduler: Any,
+    directory: Path,
+    config: InferenceConfig,
+    tokenizer: Tokenizer | None,
+) -> VllmInputProcessor:
+    model, pool = vllm_config.model_config, scheduler.vllm.kv_cache_config
+    limits = AdmissionLimits(
+        vocab_size=model.get_vocab_size(),
+        max_sequence_length=model.max_model_len,
+        max_pool_tokens=(pool.num_blocks - 1) * scheduler.block_size,
+        max_tokens_per_step=scheduler.max_tokens,
+        enable_chunked_prefill=vllm_config.scheduler_config.enable_chunked_prefill,
+        can_score_prompts=not config.materialize_only_last_token_logits,
+    )
+    assert config.seed is not None, "make_engine has drawn one"
+    inputs = VllmInputProcessor(
+        limits=limits,
+        tokenizer=tokenizer,
+        end_ids=_end_ids(directory, tokenizer),
+        block_size=scheduler.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        seed=config.seed,
+    )
+    inputs.logprobs_mode = model.logprobs_mode
+    return inputs
+
+
+def _end_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    own = None if tokenizer is None else tokenizer.eos_id
+    return tuple(union_of_ids(own, end_ids_of(read_config(directory), str(directory))))
+
+
+def _shared_settings(
+    vllm_config: VllmConfig, inputs: InputProcessor, config: InferenceConfig, directory: Path
+) -> dict[str, str]:
+    """Return what engines of a fleet must share: all of the model's config, what vLLM computes
+    with, and what decides about requests and updates."""
+    model = vllm_config.model_config
+    values: dict[str, Any] = {
+        "max_sequence_length": inputs.max_sequence_length,
+        "end_token_ids": sorted(inputs.end_ids),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "logprobs_mode": model.logprobs_mode,
+    }
+    values |= {name: getattr(config, name) for name in SHARED_CONFIG_FIELDS}
+    values |= {f"config.{name}": value for name, value in read_config(directory).items()}
+    return settings_as_texts(values)

@@ -1,0 +1,146 @@
+"""VllmSuspension: releases the KV cache of vLLM, and on CUDA its memory, and restores them.
+
+`rollout_vllm.engine` makes it; Engine uses it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from vllm.v1.engine.core import EngineCore
+
+from rollout.config import KVCacheManagementMode, as_enum
+from rollout.control.reports import MemoryStatus, ResumeReport, SuspendReport
+from rollout.engine.output_processor import OutputProcessor
+from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_only, check_resources
+from rollout.errors import ConfigError
+from rollout_vllm.executor import VllmExecutor
+from rollout_vllm.scheduler import VllmScheduler
+
+_Mode = KVCacheManagementMode
+
+
+class VllmSuspension:
+    """Implements `SuspensionInterface` over vLLM.
+
+    PERSIST leaves the KV cache in place. RECOMPUTE drops it: running requests go back to the queue
+    and are prefilled again. OFFLOAD is refused, because vLLM keeps no KV of requests through a
+    sleep. With `has_sleep` (vLLM's enable_sleep_mode, on CUDA) the memory is returned: vLLM sleeps
+    with weights and KV cache together, so both are released or none.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        scheduler: VllmScheduler,
+        executor: VllmExecutor,
+        outputs: OutputProcessor,
+        default_mode: KVCacheManagementMode,
+        *,
+        has_sleep: bool,
+    ) -> None:
+        self._core, self._scheduler, self._executor = core, scheduler, executor
+        self._outputs, self._has_sleep = outputs, has_sleep
+        self._default_mode = self._mode = default_mode
+        self._released: list[str] = []
+        self._num_requeued, self._is_asleep = 0, False
+
+    def suspend(
+        self,
+        mode: KVCacheManagementMode | str | None,
+        release: Sequence[str],
+        *,
+        discard: bool,
+        is_first: bool,
+    ) -> SuspendReport:
+        start = time.perf_counter()
+        check_resources(release, discard=discard)
+        chosen = as_enum("mode", _Mode, self._default_mode if mode is None else mode)
+        self._check(chosen, release)
+        self._mode, requeued = chosen, list[int]()
+        if KV_CACHE in release and KV_CACHE not in self._released:
+            self._released.append(KV_CACHE)
+            if chosen is _Mode.RECOMPUTE:
+                self._core.reset_prefix_cache(reset_running_requests=True)
+                requeued = self._scheduler.take_preempted()
+                self._outputs.requeue(requeued)
+                self._num_requeued += len(requeued)
+        num_bytes = 0
+        if WEIGHTS in release and WEIGHTS not in self._released:
+            self._released.append(WEIGHTS)
+            self._executor.is_resident = False
+            self._executor.has_values &= not discard
+            self._core.model_executor.sleep(level=2 if discard else 1)
+            self._is_asleep, num_bytes = True, self._num_kv_bytes()
+        return SuspendReport(
+            mode=chosen.value,
+            seconds=time.perf_counter() - start,
+            bytes_released=num_bytes,
+            resident_bytes_released=num_bytes,
+            num_requests_requeued=len(requeued),
+        )
+
+    def _check(self, mode: KVCacheManagementMode, release: Sequence[str]) -> None:
+        if mode is _Mode.OFFLOAD:
+            raise ConfigError(
+                "mode='offload' does not work with engine='vllm', which keeps no KV of requests on "
+                "the host; use 'persist' or 'recompute'"
+            )
+        if WEIGHTS not in release:
+            return
+        if not self._has_sleep:
+            raise ConfigError(
+                "release='weights' needs vLLM's sleep mode: engine_options={'enable_sleep_mode': "
+                "True}, on CUDA; release only 'kv_cache' here"
+            )
+        if mode is not _Mode.RECOMPUTE or KV_CACHE not in {*release, *self._released}:
+            raise ConfigError(
+                "vLLM sleeps with weights and KV cache together: release both, with "
+                "mode='recompute'"
+            )
+
+    def resume(self, only: str | None = None) -> ResumeReport:
+        start, num_bytes = time.perf_counter(), 0
+        restored = [name for name in self._released if only in (None, name)]
+        if self._is_asleep and restored:
+            self._core.model_executor.wake_up(restored)
+            self._is_asleep = len(restored) < len(self._released)
+        if KV_CACHE in restored:
+            num_bytes = self._num_kv_bytes()
+        self._released = [name for name in self._released if name not in restored]
+        self._executor.is_resident = WEIGHTS not in self._released
+        num_requeued = 0
+        if KV_CACHE not in self._released:
+            num_requeued, self._num_requeued = self._num_requeued, 0
+        return ResumeReport(
+            mode=self._mode.value,
+            seconds=time.perf_counter() - start,
+            bytes_restored=num_bytes if self._has_sleep else 0,
+            num_requests_recomputed=num_requeued,
+        )
+
+    def is_complete_with(self, only: str | None) -> bool:
+        check_only(only)
+        return only is None or all(name == only for name in self._released)
+
+    def drop_unused_copies(self) -> None:
+        pass  # vLLM makes none
+
+    def status(self) -> MemoryStatus:
+        return MemoryStatus(
+            resident_bytes={
+                KV_CACHE: 0 if self._is_asleep else self._num_kv_bytes(),
+                WEIGHTS: 0,
+            },
+            bytes_on_host=dict.fromkeys(RESOURCES, 0),
+            kv_mode=self._mode.value,
+            released=tuple(self._released),
+            to_restore=tuple(self._released),
+            has_weights=self._executor.has_values,
+            lora_base_bytes=0,
+            routing_bytes=0,
+        )
+
+    def _num_kv_bytes(self) -> int:
+        return sum(use.kv_bytes for use in self._executor.rank_uses())
