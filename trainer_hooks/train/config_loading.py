@@ -292,6 +292,7 @@ _ENTROPY = "algorithm.loss.entropy_coefficient"
 _REWARD_KL = "algorithm.reward_kl_coefficient"
 _SYNC_INTERVAL = "algorithm.reference.sync_interval"
 _SCHEDULER = "trainer.scheduler.path, with trainer.scheduler.options,"
+_LAYERS_AGAIN = "trainer.gradient_checkpointing"
 _CHECKPOINTS = "trainer.checkpoint_interval"
 
 _TRL = {
@@ -325,6 +326,8 @@ _TRL = {
     "max_steps": _NUM_STEPS,
     "max_grad_norm": _GRAD_NORM,
     "save_steps": _CHECKPOINTS,
+    "gradient_checkpointing": _LAYERS_AGAIN,
+    "bf16": "trainer.autocast=bfloat16",
     "max_staleness": "producer.max_staleness_versions",
 }
 _VERL = {
@@ -347,6 +350,7 @@ _VERL = {
     "model.lora_alpha": "model.lora.alpha",
     "model.target_modules": "model.lora.target_modules",
     "model.use_remove_padding": "algorithm.is_packed",
+    "model.enable_gradient_checkpointing": _LAYERS_AGAIN,
     "algorithm.use_kl_in_reward": f"set by {_REWARD_KL}",
     "algorithm.kl_ctrl.kl_coef": _REWARD_KL,
     "actor.optim.lr": _LEARNING_RATE,

@@ -242,6 +242,12 @@ class TrainerSettings(Settings):
         after which the job fails.
     strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one
         process.
+    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory, by rounding
+        without bias (BFloat16AdamW).
+    gradient_checkpointing: the backward pass computes each layer of the policy again, from its
+        inputs. Gradients are the same.
+    autocast: bfloat16 computes the policy's products in bfloat16, with weights and gradients in
+        float32.
     scheduler: class of torch.optim.lr_scheduler, in place of the warm-up and decay. Its options are
         its arguments beside the optimizer.
     evaluation: metrics of an evaluation.
@@ -258,6 +264,9 @@ class TrainerSettings(Settings):
     num_threads: Annotated[int, Interval(1, MAX_THREADS)] | None
     max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
     strategy: Literal["single", "fsdp2"] = "single"
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    autocast: Literal["bfloat16"] | None = None
     scheduler: FunctionSettings | None = None
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
@@ -371,12 +380,22 @@ class JobSettings(Settings):
         return self.model.lora is not None or self.trainer.strategy == "fsdp2" or is_other_engine
 
     @property
+    def merges_adapter(self) -> bool:
+        """Whether a push brings the adapter merged into the base weights, not the adapter alone.
+
+        True for an engine in this process, which then needs no copy of the base. Engine processes
+        merge it themselves, since an adapter is small to send.
+        """
+        return self.model.lora is not None and not self.num_engines
+
+    @property
     def discards_weights(self) -> bool:
         """Whether engines keep no copy of the weights whose memory they release for the trainer.
 
-        False where an adapter is trained: its pushes do not bring the base weights back.
+        False if pushes bring an adapter alone.
         """
-        return "weights" in self.weight_sync.release and self.model.lora is None
+        is_whole = self.model.lora is None or self.merges_adapter
+        return "weights" in self.weight_sync.release and is_whole
 
     @property
     def title(self) -> str:

@@ -35,6 +35,7 @@ from trainer_hooks import (
     has_reward_spread,
     join_push,
     load_checkpoint,
+    merged_tensors,
     reinforce_plus_plus_advantages,
     save_checkpoint,
     token_rewards,
@@ -45,6 +46,7 @@ from trainer_hooks.train.config_loading import make_object
 from trainer_hooks.train.critic import Columns, Critic
 from trainer_hooks.train.job import AlgorithmSettings, JobSettings, TrainerSettings
 from trainer_hooks.train.settings import ModelSettings
+from trainer_hooks.update.bfloat16_adamw import BFloat16AdamW
 from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.weight_sync.fsdp2 import WholeOptimizer, savable, shard
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
@@ -74,7 +76,11 @@ class Learner:
         self._algorithm, self._trainer = algorithm, trainer
         self.advantages_B = torch.zeros(0)
         self._loss = algorithm.loss.with_limit(algorithm.max_new_tokens)
-        self._settings = algorithm.update_settings
+        self._settings = replace(
+            algorithm.update_settings,
+            gradient_checkpointing=trainer.gradient_checkpointing,
+            autocast=trainer.autocast,
+        )
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         groups = [{"params": trained, "lr": trainer.learning_rate}]
         self.critic = None
@@ -82,9 +88,7 @@ class Learner:
             self.critic = Critic(policy, algorithm.critic)
             rate = algorithm.critic.learning_rate
             groups.append({"params": list(self.critic.parameters()), "lr": rate})
-        self.optimizer = torch.optim.AdamW(
-            groups, betas=trainer.betas, weight_decay=0.0, fused=True
-        )
+        self.optimizer = optimizer_of(groups, trainer)
         self.scheduler = scheduler_of(self.optimizer, trainer)
         self._guard = GuardedStep(
             self.optimizer, trainer.max_grad_norm, trainer.max_skipped_steps, ranks,
@@ -145,15 +149,19 @@ class Learner:
         savable(self.policy, is_kept=False)
         WholeOptimizer(self.optimizer).state_dict()
 
-    async def push(self, weight_sync: WeightSync, version: int) -> None:
+    async def push(
+        self, weight_sync: WeightSync, version: int, merges_adapter: bool = False
+    ) -> None:
         """Push the policy to the engines as `version`. Raises WeightUpdateError.
 
+        `merges_adapter`: push all weights of a PEFT model with its adapter merged into them.
         Transient errors are retried after the pauses of `weight_sync`.
         """
         for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.broadcast(("push",))
             try:
-                await weight_sync.apush(self.policy, version)
+                source = merged_tensors(self.policy) if merges_adapter else self.policy
+                await weight_sync.apush(source, version)
                 return
             except WeightUpdateError as error:
                 # The ranks must gather their weights again. With one rank `apush` has retried.
@@ -372,6 +380,16 @@ def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
     if settings.trainer.strategy == "fsdp2":
         shard(model)
     return ReferencePolicy(model, settings=algorithm.reference)
+
+
+def optimizer_of(groups: list[dict[str, Any]], settings: TrainerSettings) -> torch.optim.Optimizer:
+    """Return AdamW without weight decay for parameter groups, with states in the settings' dtype.
+
+    Raises ConfigError for parameters that such states do not fit.
+    """
+    if settings.optimizer_state_dtype == "bfloat16":
+        return BFloat16AdamW(groups, betas=settings.betas)
+    return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0.0, fused=True)
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:

@@ -418,7 +418,10 @@ class Run:
             config = replace(config, dtype="float32")  # the trainer's
         async with self._serving(policy, config, version) as llm:
             if self.settings.pushes_at_start:
-                await learner.push(WeightSync(llm, in_flight=True), versions.reserve())
+                await learner.push(
+                    WeightSync(llm, in_flight=True), versions.reserve(),
+                    merges_adapter=self.settings.merges_adapter,
+                )  # fmt: skip
             yield llm
 
     @asynccontextmanager
@@ -500,7 +503,9 @@ class Training:
             with account.spend("update"):
                 if "weights" in settings.weight_sync.release:  # a push needs their memory
                     await self.llm.resume(only="weights")
-                await self.learner.push(weight_sync, self.versions.reserve())
+                await self.learner.push(
+                    weight_sync, self.versions.reserve(), merges_adapter=settings.merges_adapter
+                )
             self.producer.refresh_version()  # lets the engines begin further batches
             evaluated: dict[str, float] = {}
             interval = trainer.eval_interval

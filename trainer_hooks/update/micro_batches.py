@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.losses.terms import aggregation_denominator
 from trainer_hooks.update.guarded_step import GuardedStep
+from trainer_hooks.update.lean_passes import checkpointed_layers
 from trainer_hooks.update.packing import require_separate_rollouts
 from trainer_hooks.update.settings import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 from trainer_hooks.update.token_tree import contiguous_parts, split_into_trees
@@ -59,6 +60,8 @@ UPDATE_HINTS = {
     **dict.fromkeys(("use_remove_padding", "packing"), "is_packed"),
     **dict.fromkeys(("use_prefix_grouper", "enable_tree_training"), "share_prefixes"),
     **dict.fromkeys(("grad_clip", "clip_grad", "max_norm"), "max_grad_norm"),
+    **dict.fromkeys(("enable_gradient_checkpointing", "recompute"), "gradient_checkpointing"),
+    **dict.fromkeys(("bf16", "mixed_precision"), "autocast='bfloat16'"),
 }
 
 
@@ -85,6 +88,10 @@ class UpdateSettings:
     `max_skipped_steps`: number of successive skipped steps at which GuardedStep raises.
     `replay_routing`: True makes each pass use the experts that sampled the tokens (see
     `trainer_hooks.replay_routing`). The batch must be collated with routing=True.
+    `gradient_checkpointing`: True keeps only the inputs of each layer for the backward pass, which
+    computes the layer again (`checkpointed_layers`). Gradients are the same.
+    `autocast`: "bfloat16" computes products in bfloat16 by torch.autocast, with weights and
+    gradients in float32.
     """
 
     num_iterations: PositiveInt = 1
@@ -96,6 +103,8 @@ class UpdateSettings:
     max_grad_norm: PositiveFloat = 1.0
     max_skipped_steps: MaxSkippedSteps = DEFAULT_MAX_SKIPPED_STEPS
     replay_routing: bool = False
+    gradient_checkpointing: bool = False
+    autocast: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -261,12 +270,14 @@ def _passes(
 
 
 def _forward(
-    policy: Callable[..., Any], batch: RolloutBatch, is_packed: bool
+    policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, is_packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and the tokens of one pass, [B, T, ...], or [1, N, ...] if packed."""
     if not is_packed:
         # Padding is on the right, where no token of a causal model attends to it, so no mask.
-        return policy(input_ids=batch.tokens_BT).logits, batch.tokens_BT
+        # A layer that is computed again must not extend a KV cache again.
+        options = {"use_cache": False} if settings.gradient_checkpointing else {}
+        return policy(input_ids=batch.tokens_BT, **options).logits, batch.tokens_BT
     is_token_BT = batch.attention_mask_BT
     tokens_1N = batch.tokens_BT[is_token_BT][None]
     positions_1N = batch.position_ids_BT[is_token_BT][None]  # each rollout starts at 0
@@ -307,6 +318,20 @@ def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
     return values_BT.masked_fill(batch.position_ids_BT == 0, 0.0)
 
 
+@contextmanager
+def _computing(
+    policy: Callable[..., Any], settings: UpdateSettings, device: torch.device
+) -> Iterator[None]:
+    """Apply `gradient_checkpointing` and `autocast` of the settings to passes in the block."""
+    with ExitStack() as stack:
+        if settings.gradient_checkpointing:
+            stack.enter_context(checkpointed_layers(policy))
+        if settings.autocast is not None:
+            dtype: torch.dtype = getattr(torch, settings.autocast)
+            stack.enter_context(torch.autocast(device.type, dtype=dtype))
+        yield
+
+
 def _logprobs_and_entropies(
     policy: Callable[..., Any],
     batch: RolloutBatch,
@@ -320,10 +345,11 @@ def _logprobs_and_entropies(
     an entropy bonus. If not, passes over whole rows compute entropies without a gradient, which
     would keep another tensor of the logits' size until the backward pass.
     """
-    if way == "trees" and bool(batch.mask_BT.any()):
-        assert isinstance(policy, nn.Module), "other policies have no trees"
-        return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
-    logits, tokens = _forward(policy, batch, is_packed=way == "packed")
+    with _computing(policy, settings, batch.tokens_BT.device):
+        if way == "trees" and bool(batch.mask_BT.any()):
+            assert isinstance(policy, nn.Module), "other policies have no trees"
+            return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
+        logits, tokens = _forward(policy, batch, settings, is_packed=way == "packed")
     if entropy_gradient:
         columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
     else:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rollout.models.plain_tensors import is_sharded
 from trainer_hooks.losses.head_logprobs import Head, head_logprobs, logits_logprobs
+from trainer_hooks.update.lean_passes import embeddings_in_place
 from trainer_hooks.update.model_checks import cached_fault, difference
 from trainer_hooks.update.token_tree import TokenTree
 
@@ -26,7 +27,8 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both have gradients and are 0 elsewhere. `mask_BT` must be False in column 0, which nothing
+    Both have gradients for `backward()`, which may add gradients of embeddings and head in place,
+    and are 0 elsewhere. `mask_BT` must be False in column 0, which nothing
     predicts. Tokens from a row's last trained token on are not computed, nor is padding.
     """
     device = tokens_BT.device
@@ -41,7 +43,8 @@ def tree_logprobs(
         logits_RV = policy(**inputs, logits_to_keep=nodes_R).logits[0]
         logprobs_M, entropies_R = logits_logprobs(logits_RV, *pairs)
     else:
-        hidden_RE = _body(policy)(**inputs).last_hidden_state[0, nodes_R]
+        with embeddings_in_place(_model(policy).get_input_embeddings()):
+            hidden_RE = _body(policy)(**inputs).last_hidden_state[0, nodes_R]
         logprobs_M, entropies_R = head_logprobs(hidden_RE, head, *pairs)
     zeros_BT = torch.zeros(tokens_BT.shape, device=device)
     return zeros_BT.index_put(where, logprobs_M), zeros_BT.index_put(where, entropies_R[index_M])

@@ -79,6 +79,15 @@ def test_model_lora_is_refused_with_incompatible_settings(tmp_path: Path) -> Non
         new_adapter(base, LoraSettings(rank=2, alpha=4.0, target_modules="no_such_layer"))
 
 
+def test_lora_pushes_to_an_engine_in_this_process_are_merged_and_replace_discarded_weights() -> (
+    None
+):
+    here, elsewhere = lora_settings(), lora_settings(num_engines=1)
+    assert here.weight_sync.release == ("kv_cache", "weights")
+    assert (here.merges_adapter, here.discards_weights) == (True, True)
+    assert (elsewhere.merges_adapter, elsewhere.discards_weights) == (False, False)
+
+
 def test_engine_samples_from_base_and_lora_adapter(tmp_path: Path) -> None:
     one = {"algorithm__num_minibatches": 1, "trainer__num_steps": 6, "trainer__learning_rate": 0.05}
     run_seed(tmp_path, lora_settings(**one), seed=0)

@@ -52,7 +52,14 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "algorithm__decoupled": True,
         "algorithm__num_iterations": 2,
     },
+    "checkpointed layers, moments in bfloat16": {
+        "trainer__gradient_checkpointing": True,
+        "trainer__optimizer_state_dtype": "bfloat16",
+    },
 }
+# Largest difference of an optimizer's state, relative to its largest number: a part of a moment in
+# bfloat16 is rounded by other random bits than the whole.
+ROUNDING = {"checkpointed layers, moments in bfloat16": 0.05}
 
 
 def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
@@ -73,9 +80,10 @@ def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
     for number, (name, changes) in enumerate(CASES.items()):
         for ours, theirs in zip(alone[name], reports[number], strict=True):
             assert theirs == pytest.approx(ours, rel=2e-4, abs=2e-5), name
-        assert_same_checkpoint(tmp_path / name, "alone", "ranks", 2)
+        rounding = ROUNDING.get(name, 0.0)
+        assert_same_checkpoint(tmp_path / name, "alone", "ranks", 2, rounding)
         train(tmp_path / name / "ranks", tiny_settings(**changes), 3)
-        assert_same_checkpoint(tmp_path / name, "to ranks", "ranks", 3)
+        assert_same_checkpoint(tmp_path / name, "to ranks", "ranks", 3, rounding)
 
 
 def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -99,15 +107,17 @@ def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return reports
 
 
-def assert_same_checkpoint(folder: Path, one: str, other: str, step: int) -> None:
+def assert_same_checkpoint(folder: Path, one: str, other: str, step: int, rounding: float) -> None:
     """Assert that two checkpoints have the same weights and optimizer state."""
     paths = [folder / kind / "checkpoints" / f"step_{step:06d}" for kind in (one, other)]
     models = [AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths]
     states = [torch.load(path / "optimizer.pt", weights_only=True) for path in paths]
     torch.testing.assert_close(*models, rtol=1e-3, atol=2e-5)
-    torch.testing.assert_close(
-        *(state["state"] for state in states), rtol=1e-3, atol=1e-6, msg=lambda text: text
-    )
+    for ours, theirs in zip(*(state["state"].values() for state in states), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            atol = max(1e-6, rounding * float(value.abs().max()))
+            torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=atol)
     assert states[0]["param_groups"] == states[1]["param_groups"]
 
 
