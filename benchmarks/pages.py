@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.machine import describe, kind
 from rollout import InferenceConfig
+from rollout.set_aside import set_aside
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -80,8 +81,14 @@ def write_page(results: dict[str, Any], page: str, path: Path) -> None:
 
 
 def publish(results: dict[str, Any], page: str, name: str, folder: Path, console: Console) -> None:
-    """Write page and JSON file, print the page to stdout, and their path to `console`."""
+    """Write page and JSON file, print the page to stdout, and their path to `console`.
+
+    Renames earlier files of that name (`set_aside`).
+    """
     path = page_path(results, name, folder)
+    for own in (path, path.with_suffix(".json")):
+        if (earlier := set_aside(own)) is not None:
+            console.print(f"moved the earlier {own.name} to {earlier}", highlight=False)
     write_page(results, page, path)
     Console().print(Markdown(page))
     console.print(f"written: {path} and its JSON", highlight=False)

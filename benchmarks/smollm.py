@@ -6,7 +6,7 @@
 
 The ways, on the first task: synchronous, asynchronous, LoRA, and a control with shuffled rewards.
 Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables. If
-both tasks were run, draws docs/images/smollm.png.
+both tasks and the control were run, draws docs/images/smollm.png.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
 from benchmarks.pages import at_least_one, table_row
 from trainer_hooks.metrics import read_jsonl
+from trainer_hooks.train.plots import plot_curve
+from trainer_hooks.train.run_results import band_note, read_runs
 
 ROOT = Path(__file__).parents[1]
 PLOT = ROOT / "docs" / "images" / "smollm.png"
@@ -88,7 +89,7 @@ def run_of(kind: str, seed: int, directory: Path) -> Run:
         overrides, _ = KINDS[kind]
         command = [sys.executable, "-m", "rollout", "train", "--config-name", "smollm"]
         command += [f"run_name={kind}", f"seed={seed}", *overrides]
-        with (directory / f"{kind}_{seed}.txt").open("wb") as output:
+        with (directory / f"{kind}_{seed}.txt").open("ab") as output:
             start = time.perf_counter()
             process = subprocess.Popen(command, cwd=directory, stdout=output, stderr=output)
             _, status, usage = os.wait4(process.pid, 0)
@@ -126,36 +127,32 @@ def tables(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the share of exact held-out answers over the steps: for each task one line per seed, and
-    one line for the control."""
-    import matplotlib
+def draw(directory: Path, path: Path) -> None:
+    """Draw the share of exact held-out answers over the steps: for each task the mean and the range
+    of its seeds, and the control of the first."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes_of = pyplot.subplots(
-        1, len(TITLES), figsize=(9, 3.2), sharey=True, layout="constrained"
-    )
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes_of = figure.subplots(1, len(TITLES), sharey=True)
     for axes, (task, title) in zip(axes_of, TITLES.items(), strict=True):
-        for run in runs:
-            is_control = run.kind == "shuffled_rewards" and task == "reversal"
-            if run.kind == task or is_control:
-                style: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.5}
-                label = "shuffled rewards" if is_control else f"seed {run.seed}"
-                if is_control:
-                    style |= {"color": "gray", "linestyle": "--"}
-                axes.plot(*zip(*sorted(run.exact.items()), strict=True), label=label, **style)
+        (run,) = read_runs([directory / "outputs" / "train" / task])
+        plot_curve(axes, run, "eval/exact", label=band_note([run]) or "one seed")
+        if task == "reversal":
+            (control,) = read_runs([directory / "outputs" / "train" / "shuffled_rewards"])
+            grey = {"color": "gray", "linestyle": "--"}
+            plot_curve(axes, control, "eval/exact", label="shuffled rewards", **grey)
         axes.set(title=title, xlabel="step", ylim=(0, 1))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, loc="center right")
+        axes.legend(frameon=False, fontsize="x-small", loc="lower right", bbox_to_anchor=(1, 0.3))
     axes_of[0].set_ylabel("exact greedy answers, 200 held-out")
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the missing runs and print the tables. Draw the plot if both tasks were run."""
+    """Make the missing runs and print the tables. Draw the plot if its runs are there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
@@ -170,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     runs = [run_of(kind, seed, directory) for kind, seed in track(wanted, "runs")]
     print(tables(runs))
-    if {run.kind for run in runs} >= set(TITLES):
-        draw(runs, PLOT)
+    if {run.kind for run in runs} >= {*TITLES, "shuffled_rewards"}:
+        draw(directory, PLOT)
 
 
 if __name__ == "__main__":

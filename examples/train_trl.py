@@ -18,15 +18,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PrinterCallback
 
 from rollout import LLM, ConfigError
+from rollout.set_aside import set_aside
 from rollout.text import RenderedText
 from trainer_hooks import PromptItem
+from trainer_hooks.metrics.figures import sampled_reward
 from trainer_hooks.rewards import reasoning_gym_reward
 from trainer_hooks.train.job import JobSettings, compose_settings
 from trainer_hooks.train.task import Task
@@ -34,16 +35,17 @@ from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.trl_rollouts import TRLRollouts
 
 LEARNING_RATE = 2e-4
-WINDOW_STEPS = 10
 DIRECTORY = Path("outputs/train_trl")
 
 
-def run_job(settings: JobSettings, num_steps: int) -> dict[str, float]:
+def run_job(settings: JobSettings, num_steps: int) -> dict[str, float | None]:
     """Warm up, train `num_steps` steps with the engine, and write summary.json.
 
     Returns the summary. Raises ConfigError if trl is not installed.
     """
     require_trl()
+    if (earlier := set_aside(DIRECTORY)) is not None:
+        print(f"moved the earlier run to {earlier}")
     torch.manual_seed(settings.seed)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     task = Task(settings.model, settings.data, settings.reward)
@@ -150,14 +152,14 @@ def trl_config(settings: JobSettings, num_steps: int, directory: Path) -> Any:
     )
 
 
-def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def reward_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Return mean rewards of the first and last steps, and the largest difference of a log-prob."""
-    rewards = [row["reward"] for row in rows]
-    first, last = fmean(rewards[:WINDOW_STEPS]), fmean(rewards[-WINDOW_STEPS:])
+    reward = sampled_reward(rows)
+    assert reward is not None, "TRL logs it"
     return {
-        "reward_first": first,
-        "reward_last": last,
-        "reward_gain": last - first,
+        "reward_first": reward.before,
+        "reward_last": reward.after,
+        "reward_gain": reward.gain,
         "max_logprob_difference": max(r["sampling/sampling_logp_difference/max"] for r in rows),
     }
 

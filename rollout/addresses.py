@@ -1,7 +1,8 @@
 """Functions that resolve host names, format TCP addresses, and find the address that others dial.
 
 Used by `rollout.coordinator.net.sockets`, `rollout.apis.async_llm`, `rollout.apis.fleet_processes`,
-`rollout.launch.torchrun`, and in `rollout.weights.transports` by `collective` and `registry`.
+`rollout.launch.torchrun`, `rollout.serve.server`, `rollout.cli.serve`, and in
+`rollout.weights.transports` by `collective` and `registry`.
 """
 
 from __future__ import annotations
@@ -81,3 +82,25 @@ def host_towards(address: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return LOOPBACK
+
+
+def require_free_address(host: str, port: int) -> None:
+    """Raise ConfigError unless a server can listen at the TCP address now."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in addresses:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listener.bind(address)
+    except (OSError, UnicodeError) as fault:
+        raise address_error(host, port, fault) from fault
+
+
+def address_error(host: str, port: int, fault: Exception) -> ConfigError:
+    """Return the error for an address at which a server cannot listen because of `fault`."""
+    return ConfigError(
+        f"host={host!r}, port={port} is not a free address: {fault}; choose another, or "
+        "port=0, which takes a free one"
+    )

@@ -51,16 +51,22 @@ class ChildProcess:
 
     def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
         """Start the child. `environment`: variables that differ from this process's environment.
-        Raises RuntimeError in a child whose parent's main module has no guard."""
+        Raises ConfigError if the system refuses another process or file, and RuntimeError in a
+        child whose parent's main module has no guard."""
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
-        self.pipe, theirs = Pipe()
         # The child must find the modules of this process; it restores the variable.
         environment = {**os.environ, **environment, _PATH: os.pathsep.join(sys.path)}
-        with theirs, _no_interrupt():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, CHILD_FLAG], stdin=theirs.fileno(), env=environment
-            )
+        command = [sys.executable, "-m", module, CHILD_FLAG]
+        try:
+            self.pipe, theirs = Pipe()
+            with theirs, _no_interrupt():
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment)
+        except OSError as error:
+            raise ConfigError(
+                f"the process {' '.join(command)} cannot be started ({error}); see the limits of "
+                "open files and processes (ulimit -n, -u), and free memory"
+            ) from error
         self.pid = self._process.pid
         self.name = f"process {self.pid} ({module})"
 

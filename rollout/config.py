@@ -97,17 +97,44 @@ _NamedPolicy = Annotated[
 ]
 
 
-# Settings of vLLM and SGLang -> the setting here, for the error message of an unknown keyword.
+_OF_REQUESTS = "num_tokens_to_generate, of SamplingParams and not of an engine,"
+_OF_FLEETS = "data_parallel_size, of LLM, AsyncLLM and rollout serve,"
+_POOL = "buffer_size_gb (the GiB of the KV pool)"
+# Settings of vLLM, SGLang and Megatron -> the setting here, for the error message of an unknown
+# keyword.
 CONFIG_HINTS = {
     "max_model_len": "max_sequence_length",
     "context_length": "max_sequence_length",
+    "max_seq_len": "max_sequence_length",
+    "max_length": "max_sequence_length",
+    "tp": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+    "tensor_parallel": "tensor_parallel_size",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "dp": _OF_FLEETS,
+    "dp_size": _OF_FLEETS,
+    "max_new_tokens": _OF_REQUESTS,
+    "max_completion_length": _OF_REQUESTS,
     "max_num_seqs": "max_requests",
     "max_running_requests": "max_requests",
     "max_num_batched_tokens": "max_tokens",
-    "gpu_memory_utilization": "buffer_size_gb (the GiB of the KV pool)",
-    "mem_fraction_static": "buffer_size_gb (the GiB of the KV pool)",
+    "max_prefill_tokens": "max_tokens (of a step)",
+    "chunked_prefill_size": "max_tokens (of a step)",
+    "gpu_memory_utilization": _POOL,
+    "mem_fraction_static": _POOL,
+    "max_total_tokens": _POOL,
+    "num_gpu_blocks_override": _POOL,
     "block_size": "block_size_tokens",
     "page_size": "block_size_tokens",
+    "torch_dtype": "dtype",
+    "kv_cache_dtype": "dtype (of weights and KV)",
+    "random_seed": "seed",
+    "enforce_eager": "num_cuda_graphs=0",
+    "disable_cuda_graph": "num_cuda_graphs=0",
+    "disable_radix_cache": "enable_prefix_caching=False, the default,",
+    "enable_deterministic_inference": "deterministic",
+    "enable_return_routed_experts": "record_routing",
+    "trust_remote_code": "not needed (code of a checkpoint is never run)",
 }
 
 

@@ -13,6 +13,7 @@ from rollout.errors import ConfigError
 # Extra of pyproject.toml -> the command that installs its packages. The name of this distribution
 # belongs to somebody else on PyPI, so no command has it.
 INSTALL = {
+    "figure": "pip install matplotlib (extra 'figure')",
     "hf": "pip install transformers jinja2 (extra 'hf')",
     "serve": "pip install aiohttp prometheus-client rich (extra 'serve')",
     "train": "pip install hydra-core 'omegaconf<2.4' rich transformers (extra 'train')",

@@ -1,6 +1,7 @@
 """Functions that read a JSON file whose content is an object, such as a model's config.json.
 
-Used by `rollout.models.checkpoints.reader`, `rollout.text` and `rollout.serve.generation_config`.
+Used by `rollout.models.checkpoints.reader`, `rollout.text`, `rollout.serve.generation_config` and
+`rollout.cli.models`.
 """
 
 from __future__ import annotations

@@ -50,16 +50,21 @@ def hint_of(name: str, value: Any, hints: Mapping[str, str]) -> str:
 def refuses_with_hints(
     hints: Mapping[str, str], error: type[Exception]
 ) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator: the constructor raises `error` with `hint_of` for keywords that are
-    keys of `hints`."""
+    """Return a decorator of a dataclass. The constructor raises `error` with `hint_of` for keywords
+    that are keys of `hints`, and TypeError with the nearest field for other unknown keywords."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__
+        known = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
 
         @functools.wraps(init)
         def checked(self: T, *args: Any, **keywords: Any) -> None:
-            for name in hints.keys() & keywords.keys():
-                raise error(hint_of(name, keywords[name], hints))
+            for name in keywords.keys() - known:
+                if name in hints:
+                    raise error(hint_of(name, keywords[name], hints))
+                otherwise = f"see the fields of {kind.__name__}"
+                remedy = remedy_of_unknown(name, sorted(known), otherwise, cutoff=0.6)
+                raise TypeError(f"{name}={keywords[name]!r} is unknown; {remedy}")
             init(self, *args, **keywords)
 
         kind.__init__ = checked  # type: ignore[assignment, method-assign]

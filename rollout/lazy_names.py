@@ -1,6 +1,7 @@
 """lazy_names: makes a package import the module of each of its names at the name's first use.
 
-Used by the `__init__.py` of `rollout`, `rollout.apis` and `rollout.requests`.
+Used by the `__init__.py` of `rollout`, `rollout.apis`, `rollout.models`, `rollout.requests` and of
+`trainer_hooks` with several of its packages.
 """
 
 from __future__ import annotations

@@ -125,10 +125,17 @@ SAMPLING_HINTS = {
     "max_tokens": "num_tokens_to_generate",
     "max_new_tokens": "num_tokens_to_generate",
     "max_completion_length": "num_tokens_to_generate",
+    "max_completion_tokens": "num_tokens_to_generate",
+    "max_output_tokens": "num_tokens_to_generate",
+    "max_length": "num_tokens_total",
+    "min_new_tokens": "min_tokens",
+    "eos_token_id": "termination_id",
+    "do_sample": "temperature (0 is greedy)",
     "stop": "stop_words",
     "logprobs": "return_log_probs=True, with top_n_logprobs for alternatives,",
     "prompt_logprobs": "skip_prompt_log_probs=False",
     "n": "the n of generate and submit",
+    "num_return_sequences": "the n of generate and submit",
 }
 
 

@@ -447,24 +447,33 @@ class FakeAsyncLLM(AsyncControlCalls):
         n: int = 1,
         *,
         priority: int = 0,
+        on_finished: Callable[[], None] | None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Generate until all prompts have ended. Cancelling the task aborts them."""
+        """Generate until all prompts have ended. Cancelling the task aborts them.
+
+        `on_finished` is called at the end of each sample.
+        """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with self.llm._submitted(groups, priority) as group_ids:
-            while self._has_unfinished(group_ids):
+            num_unfinished = len(groups) * n
+            while num_unfinished:
                 await self._token_wait()
-                while self.state is not EngineState.RUNNING and self._has_unfinished(group_ids):
+                while self.state is not EngineState.RUNNING and self._num_unfinished(group_ids):
                     self._has_changed.clear()
                     await self._has_changed.wait()
-                if self._has_unfinished(group_ids):
+                if self._num_unfinished(group_ids):
                     self.llm.step()
+                num_before, num_unfinished = num_unfinished, self._num_unfinished(group_ids)
+                if on_finished is not None:
+                    for _ in range(num_before - num_unfinished):
+                        on_finished()
         ended = self.llm.abort(group_ids)  # finished ones are returned as they are
         requests = [request for group in ended for request in group.requests]
         return requests[0] if is_single and n == 1 else requests
 
-    def _has_unfinished(self, group_ids: Sequence[int]) -> bool:
+    def _num_unfinished(self, group_ids: Sequence[int]) -> int:
         self.llm._take_ended()
-        return self.llm._groups.has_unfinished(group_ids)
+        return len(self.llm._groups.unfinished_requests(group_ids))
 
     async def do(self, command: Command[R]) -> R:
         """Run a control call. Raises EngineStateError if it is illegal now."""

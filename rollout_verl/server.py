@@ -50,6 +50,7 @@ class EngineServer:
         self._is_open.set()
         self._global_steps: int | None = None
         self._steps_of_version: dict[int, int | None] = {}
+        self._has_weights = True  # False from `sleep` to the next update if it discards them
 
     async def launch(self) -> str:
         """Start the engines and an OpenAI-compatible server. Return its address, "ip:port"."""
@@ -197,10 +198,14 @@ class EngineServer:
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
             await self._suspend(RESOURCES, discard_weights=discards)
+            self._has_weights = self._has_weights and not discards
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"), or all if None. Requests run again
-        when nothing is released. No-op for standalone replicas."""
+        """Restore the memory of `tags` ("weights", "kv_cache"), or all if None.
+
+        Requests run again when nothing is released and, after a `sleep` that discarded the weights,
+        an update has brought new ones. No-op for standalone replicas.
+        """
         if self._mode is not RolloutMode.STANDALONE:
             await self._restore(tags or RESOURCES)
 
@@ -227,7 +232,11 @@ class EngineServer:
         for resource in resources:
             if self.llm.state is EngineState.SUSPENDED:
                 await self.llm.resume(resource)
-        if self.llm.state is EngineState.PAUSED:
+        await self._run_if_ready()
+
+    async def _run_if_ready(self) -> None:
+        """Let requests run if all memory is restored and the weights have values."""
+        if self._has_weights and self.llm.state is EngineState.PAUSED:
             await self.llm.unpause()
 
     # ---- weights
@@ -245,6 +254,8 @@ class EngineServer:
         self._steps_of_version[report.version] = global_steps
         if global_steps is not None:
             self._global_steps = global_steps
+        self._has_weights = True
+        await self._run_if_ready()
         return report.version
 
     async def set_global_steps(self, global_steps: int) -> None:

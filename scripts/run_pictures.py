@@ -1,10 +1,11 @@
 """Make the docs' pictures of a run: the demo in a terminal, its report in a browser.
 
 python scripts/run_pictures.py [overrides of the demo]
+python scripts/run_pictures.py --runs DIR DIR DIR  # of finished runs of benchmarks.smollm
 
 Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
-folder, reads the screen of its terminal, and writes dashboard.svg, report.png and
-report-samples.png to docs/images.
+folder, reads the screen of its terminal, and writes dashboard.svg and report.png to docs/images.
+With --runs it writes report-runs.png, and report-samples.png of the first run's last seed.
 Needs pyte (pip install pyte), and chromium for the report.
 """
 
@@ -31,6 +32,9 @@ from PIL import Image, ImageChops
 from rich.console import Console
 from rich.text import Text
 
+from trainer_hooks.train.report import write_report
+from trainer_hooks.train.run_results import read_runs
+
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 110, 40
@@ -46,16 +50,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", help="overrides of the demo's settings")
     parser.add_argument("--step", type=int, default=60, help="show the dashboard after this step")
+    parser.add_argument("--runs", nargs="+", help="directories of finished runs")
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         raise SystemExit("chromium was not found; it draws the report: install it")
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.runs:
+            draw_runs(browser, Path(folder), list(map(Path, arguments.runs)))
+            return
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
         (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")
         report = (run / "report.html").as_uri()
         screenshot(browser, report, IMAGES / "report.png", 1100)
-        screenshot(browser, report, IMAGES / "report-samples.png", 570, is_end=True)
+
+
+def draw_runs(browser: str, folder: Path, runs: list[Path]) -> None:
+    """Draw the report of `runs`, and the samples of the first run's last seed."""
+    page = write_report(*runs, output=folder / "runs.html")
+    screenshot(browser, page.as_uri(), IMAGES / "report-runs.png", 1070)
+    last = read_runs(runs[:1])[0].seeds[-1]
+    page = write_report(last.directory, output=folder / "seed.html")
+    screenshot(browser, page.as_uri(), IMAGES / "report-samples.png", 565, is_end=True)
 
 
 def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
@@ -106,14 +122,16 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """Return how well the screen suits: 2 for a dashboard after `step` with a part of the next
-    batch, 1 for another dashboard after `step`, 0 for any other screen.
+    """Return how well the screen suits: 3 for a dashboard after `step` with a part of the next
+    batch and its reward, 2 with a part of the next batch, 1 for another dashboard after `step`, 0
+    for any other screen.
     """
     shown = "\n".join(lines)
-    steps, rollouts = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) roll", shown)
-    if steps is None or rollouts is None or int(steps[1]) < step:
+    steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
+    if steps is None or samples is None or int(steps[1]) < step:
         return 0
-    return 2 if 0 < int(rollouts[1]) < int(rollouts[2]) else 1
+    is_part = 0 < int(samples[1]) < int(samples[2])
+    return 1 + is_part + (is_part and "next batch" in shown)
 
 
 def text_of(screen: Any) -> Text:

@@ -12,6 +12,7 @@ import pytest
 
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
+from scripts.check_extras import PROGRAMS
 from tests.apis.fleets import directory
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ for what in (
     lambda: llm.generate([[1, 2, 3]], params, progress=True),
     lambda: llm.serve(rollout.ServeConfig(port=0), blocking=False),
     lambda: importlib.import_module("trainer_hooks.metrics").ProgressView(),
-    lambda: importlib.import_module("trainer_hooks.train"),
+    lambda: importlib.import_module("trainer_hooks.train").Dashboard,
     lambda: importlib.import_module("trainer_hooks.environments.chat_endpoint"),
 ):
     try:
@@ -53,7 +54,8 @@ llm.shutdown()
 small = ("buffer_size_gb=0.001", "num_tokens_to_generate=3", "--token-ids")
 print("exit code", main(["generate", sys.argv[2], *small]))
 for command in ("serve", "bench", "explain", "top", "train"):
-    print(command, main([command]), file=sys.stderr)
+    words = [command, sys.argv[2]] if command == "serve" else [command]
+    print(command, main(words), file=sys.stderr)
 """
 
 
@@ -108,6 +110,12 @@ def test_extra_needed_names_an_extra_of_another_package() -> None:
     )
     with fault, extra_needed("shine", "rollout shine"):
         import no_such.part  # noqa: F401
+
+
+def test_check_extras_has_a_program_for_each_extra_but_those_of_developers() -> None:
+    assert PROGRAMS.keys() == extras().keys() - {"dev", "docs"}
+    for extra, program in PROGRAMS.items():
+        compile(program, extra, "exec")
 
 
 def test_base_dependencies_are_six() -> None:

@@ -21,7 +21,13 @@ import pytest
 
 import rollout
 import rollout.apis
+import rollout.models
 import rollout.requests
+import trainer_hooks
+import trainer_hooks.environments
+import trainer_hooks.losses
+import trainer_hooks.rewards
+import trainer_hooks.train
 from rollout import SamplingParams
 from rollout.apis.arguments import FLEET_DEFAULTS
 from tests.apis.fleets import directory
@@ -140,7 +146,14 @@ def test_every_public_class_and_function_says_what_it_is() -> None:
     assert undocumented == []
 
 
-@pytest.mark.parametrize("package", [rollout, rollout.apis, rollout.requests])
+@pytest.mark.parametrize(
+    "package",
+    [
+        *(rollout, rollout.apis, rollout.models, rollout.requests),
+        *(trainer_hooks, trainer_hooks.environments, trainer_hooks.losses, trainer_hooks.rewards),
+        trainer_hooks.train,
+    ],
+)
 def test_a_stub_names_what_its_package_loads_when_asked(package: ModuleType) -> None:
     stub = ast.parse(Path(str(package.__file__)).with_suffix(".pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]

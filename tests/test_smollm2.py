@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,54 @@ def test_smollm2_directory_is_converted_again_where_a_file_is_damaged(
     assert converted == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
     assert list(json.loads((damaged / "checksums.json").read_text())) == ["config.json"]
     smollm2_directory.cache_clear()
+
+
+CONVERTING = """
+import logging, pathlib, sys, time
+from rollout.models.checkpoints import smollm2
+
+folder = pathlib.Path(sys.argv[1])
+
+def convert(source, target):
+    with (folder / "conversions").open("a") as conversions:
+        conversions.write("one\\n")
+    (target / "config.json").write_text(source.read_text())
+    sys.stdin.readline()
+
+smollm2._convert, smollm2._wheel_file = convert, lambda: folder / "wheel"
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
+print(smollm2.smollm2_directory(), flush=True)
+"""
+
+
+@pytest.mark.distributed
+def test_smollm2_directory_is_converted_by_one_of_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "wheel").write_text("{}")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONVERTING, str(tmp_path)],
+            cwd=Path(__file__).parents[1],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    outputs = [each.stdout for each in processes]
+    firsts = [output.readline() for output in outputs if output is not None]
+    assert sorted(first.split()[0] for first in firsts) == ["another", "another", "converting"]
+    for process in processes:  # only the one that converts reads it
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.close()
+    found = {output.read().strip() for output in outputs if output is not None}
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    (directory,) = found
+    assert (Path(directory) / "config.json").read_text() == "{}"
+    assert (tmp_path / "conversions").read_text() == "one\n"
+    assert not list(Path(directory).parent.glob("converting-*"))
 
 
 @needs_wheel

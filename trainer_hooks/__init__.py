@@ -23,145 +23,50 @@ import warnings as _warnings
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from rollout.apis.threaded_llm import ThreadedLLM
-from trainer_hooks.checkpoint import (
-    TrainerState,
-    WeightsVersionCounter,
-    find_checkpoint,
-    load_checkpoint,
-    read_trainer_state,
-    save_checkpoint,
-)
-from trainer_hooks.collate import RolloutBatch, collate_rollouts
-from trainer_hooks.evaluate import evaluate
-from trainer_hooks.losses import (
-    OffPolicyCorrection,
-    PolicyLossConfig,
-    effective_sample_size,
-    kl_estimate,
-    policy_loss,
-    token_rewards,
-    value_loss,
-)
-from trainer_hooks.losses.advantages import (
-    gae_advantages,
-    group_advantages,
-    has_reward_spread,
-    overlong_penalties,
-    reinforce_plus_plus_advantages,
-)
-from trainer_hooks.losses.logprobs import head_logits, token_entropies, token_logprobs
-from trainer_hooks.losses.replay_routing import replay_routing
-from trainer_hooks.metrics import MetricsLogger
-from trainer_hooks.phase import GenerationPhase, generation_phase
-from trainer_hooks.producer import (
-    AsyncRolloutProducer,
-    ProducerError,
-    RolloutLLM,
-    ScoredGroup,
-    TrainingBatch,
-)
-from trainer_hooks.producer.filters import RewardRangeFilter
-from trainer_hooks.prompts.curriculum import Curriculum, learnability_weight
-from trainer_hooks.prompts.history import PromptHistory
-from trainer_hooks.prompts.ledger import PromptItem, PromptLedger
-from trainer_hooks.rewards import RewardFunctionError, RewardRunner, VerlReward, WeightedRewards
-from trainer_hooks.rollouts import Rollout
-from trainer_hooks.update.guarded_step import GuardedStep, NonFiniteGradientError, clip_gradients
-from trainer_hooks.update.micro_batches import (
-    UpdateSettings,
-    accumulate_gradients,
-    compute_logprobs,
-    split_micro_batches,
-    update_policy,
-)
-from trainer_hooks.update.reference import ReferencePolicy, ReferenceSettings
-from trainer_hooks.weight_sync import (
-    CheckpointWeightSync,
-    CollectiveWeightSync,
-    InProcessWeightSync,
-    SharedMemoryWeightSync,
-    WeightSync,
-    full_tensors,
-    join_push,
-    merged_tensors,
-)
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    # prompts
-    "PromptItem",
-    "PromptLedger",
-    "PromptHistory",
-    "Curriculum",
-    "learnability_weight",
-    # generate
-    "GenerationPhase",
-    "generation_phase",
-    "AsyncRolloutProducer",
-    "TrainingBatch",
-    "ScoredGroup",
-    "Rollout",
-    "RolloutLLM",
-    "RewardRangeFilter",
-    "ProducerError",
-    "ThreadedLLM",
-    # reward
-    "RewardRunner",
-    "RewardFunctionError",
-    "VerlReward",
-    "WeightedRewards",
-    "overlong_penalties",
-    "token_rewards",
-    # collate
-    "RolloutBatch",
-    "collate_rollouts",
-    # advantage
-    "gae_advantages",
-    "group_advantages",
-    "has_reward_spread",
-    "reinforce_plus_plus_advantages",
-    # loss
-    "head_logits",
-    "token_logprobs",
-    "token_entropies",
-    "policy_loss",
-    "PolicyLossConfig",
-    "OffPolicyCorrection",
-    "kl_estimate",
-    "value_loss",
-    "effective_sample_size",
-    # update
-    "GuardedStep",
-    "NonFiniteGradientError",
-    "UpdateSettings",
-    "update_policy",
-    "accumulate_gradients",
-    "clip_gradients",
-    "compute_logprobs",
-    "ReferencePolicy",
-    "ReferenceSettings",
-    "replay_routing",
-    "split_micro_batches",
-    # push
-    "WeightSync",
-    "InProcessWeightSync",
-    "SharedMemoryWeightSync",
-    "CollectiveWeightSync",
-    "CheckpointWeightSync",
-    "full_tensors",
-    "merged_tensors",
-    "join_push",
-    # measure
-    "evaluate",
-    "MetricsLogger",
-    # save
-    "TrainerState",
-    "WeightsVersionCounter",
-    "find_checkpoint",
-    "load_checkpoint",
-    "read_trainer_state",
-    "save_checkpoint",
-]
+# Module -> its names in this package. The stub beside this file has the same.
+_HOMES = {
+    "rollout.apis.threaded_llm": "ThreadedLLM",
+    "trainer_hooks.checkpoint": (
+        "TrainerState WeightsVersionCounter find_checkpoint load_checkpoint "
+        "read_trainer_state save_checkpoint"
+    ),
+    "trainer_hooks.collate": "RolloutBatch collate_rollouts",
+    "trainer_hooks.evaluation": "evaluate",
+    "trainer_hooks.losses": (
+        "OffPolicyCorrection PolicyLossConfig effective_sample_size kl_estimate policy_loss "
+        "token_rewards value_loss"
+    ),
+    "trainer_hooks.losses.advantages": (
+        "gae_advantages group_advantages has_reward_spread overlong_penalties "
+        "reinforce_plus_plus_advantages"
+    ),
+    "trainer_hooks.losses.logprobs": "head_logits token_entropies token_logprobs",
+    "trainer_hooks.losses.replay_routing": "replay_routing",
+    "trainer_hooks.metrics": "MetricsLogger",
+    "trainer_hooks.phase": "GenerationPhase generation_phase",
+    "trainer_hooks.producer": (
+        "AsyncRolloutProducer ProducerError RolloutLLM ScoredGroup TrainingBatch"
+    ),
+    "trainer_hooks.producer.filters": "RewardRangeFilter",
+    "trainer_hooks.prompts.curriculum": "Curriculum learnability_weight",
+    "trainer_hooks.prompts.history": "PromptHistory",
+    "trainer_hooks.prompts.ledger": "PromptItem PromptLedger",
+    "trainer_hooks.rewards": "RewardFunctionError RewardRunner VerlReward WeightedRewards",
+    "trainer_hooks.rollouts": "Rollout",
+    "trainer_hooks.update.guarded_step": "GuardedStep NonFiniteGradientError clip_gradients",
+    "trainer_hooks.update.micro_batches": (
+        "UpdateSettings accumulate_gradients compute_logprobs split_micro_batches update_policy"
+    ),
+    "trainer_hooks.update.reference": "ReferencePolicy",
+    "trainer_hooks.update.settings": "ReferenceSettings",
+    "trainer_hooks.weight_sync": (
+        "CheckpointWeightSync CollectiveWeightSync InProcessWeightSync SharedMemoryWeightSync "
+        "WeightSync full_tensors join_push merged_tensors"
+    ),
+}
+_load, __all__ = _lazy_names(__name__, _HOMES)
 
 # Module and name that replace each deprecated name. Version 0.14 removes the deprecated names.
 _RENAMED = {
@@ -178,7 +83,7 @@ _RENAMED = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _load(name)
     module, new_name = _RENAMED[name]
     _warnings.warn(
         f"trainer_hooks.{name} is now {module}.{new_name}; the old name goes in version 0.14",
@@ -186,3 +91,7 @@ def __getattr__(name: str) -> _Any:
         stacklevel=2,
     )
     return getattr(_import_module(module), new_name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,8 +2,7 @@
 
 Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.train.run_files`
 and `trainer_hooks.doctor.command`. A file is always the old or the new one. A directory may be
-absent after a kill, until `restore_directory`. `set_aside` renames files that a user may want to
-keep.
+absent after a kill, until `restore_directory`.
 """
 
 from __future__ import annotations
@@ -50,22 +49,6 @@ def restore_directory(target: Path) -> None:
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)
     shutil.rmtree(outdated, ignore_errors=True)
-
-
-def set_aside(path: Path) -> Path | None:
-    """Rename a file or directory to <path>.previous, or the first free of <path>.previous-2, ...
-
-    Returns its new path; None if there is nothing at `path`.
-    """
-    if not path.exists():
-        return None
-    aside = path.with_name(f"{path.name}.previous")
-    number = 2
-    while aside.exists():
-        aside = path.with_name(f"{path.name}.previous-{number}")
-        number += 1
-    os.rename(path, aside)
-    return aside
 
 
 def _outdated(target: Path) -> Path:

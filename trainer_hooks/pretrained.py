@@ -27,8 +27,9 @@ def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         if not Path(path).is_dir():
             raise ConfigError(
-                f"{setting}={path} is neither a directory nor a downloaded model; give a "
-                "directory with a Hugging Face checkpoint and its tokenizer"
+                f"{setting}={path} is neither a directory nor a downloaded model; give a directory "
+                "with a Hugging Face checkpoint and its tokenizer, as `hf download NAME "
+                "--local-dir DIR` makes it"
             ) from error
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{setting}={path}: {kind.__name__} cannot load it: {reason}") from error

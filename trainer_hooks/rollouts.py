@@ -123,6 +123,17 @@ class Rollout:
             return "length"
         return self.requests[-1].finish_reason if self.requests else None
 
+    @property
+    def error(self) -> str | None:
+        """Why the rollout failed: its `failure`, or the error of its first failed request.
+
+        None if it did not fail.
+        """
+        if self.failure is not None:
+            return self.failure
+        failed = (request for request in self.requests if request.failed())
+        return next((repr(request.last_error) for request in failed), None)
+
     def succeeded(self) -> bool:
         """Return whether neither a turn nor the environment failed."""
         return self.failure is None and all(turn.succeeded() for turn in self.requests)

@@ -9,6 +9,7 @@ from rollout.lazy_names import lazy_names as _lazy_names
 # Module -> the names that this package takes from it. The stub beside this file lists the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM MegatronAsyncLLM",
+    "rollout.apis.engine_process": "run_engine",
     "rollout.apis.fleet_runtime": "FleetRuntime",
     "rollout.apis.llm": "LLM MegatronLLM",
     "rollout.apis.progress": "progress_bar",

@@ -2,6 +2,7 @@
 
 from rollout.apis.async_llm import AsyncLLM as AsyncLLM
 from rollout.apis.async_llm import MegatronAsyncLLM as MegatronAsyncLLM
+from rollout.apis.engine_process import run_engine as run_engine
 from rollout.apis.fleet_runtime import FleetRuntime as FleetRuntime
 from rollout.apis.llm import LLM as LLM
 from rollout.apis.llm import MegatronLLM as MegatronLLM

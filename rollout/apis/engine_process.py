@@ -19,7 +19,7 @@ from rollout.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from rollout.coordinator.agent.agent import EngineAgent, serve
 from rollout.coordinator.net.link import Link
 from rollout.coordinator.net.security import CurveKeys
-from rollout.errors import CoordinatorLostError
+from rollout.errors import ConfigError, CoordinatorLostError, ModelError, encode_error
 from rollout.models.checkpoints.smollm2 import model_directory
 from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.registry import WeightFetcher
@@ -69,7 +69,8 @@ def run_engine(
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
     """Run an engine with run_engine's `arguments`. Sends "registered" over `pipe` once it is
-    registered. Exits without a traceback if the coordinator is lost after that."""
+    registered, or the error that keeps the engine from starting, which the parent raises. Exits
+    without a traceback then, and if the coordinator is lost after the start."""
     is_registered = False
 
     def report() -> None:
@@ -83,6 +84,11 @@ def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> 
         if not is_registered:
             raise
         sys.exit(str(error))  # not a fault of this process: no traceback
+    except (ConfigError, ModelError) as error:
+        if is_registered:
+            raise
+        pipe.send(encode_error(error))
+        sys.exit(1)  # a fault of the settings: no traceback beside the parent's error
 
 
 if __name__ == "__main__":

@@ -99,20 +99,23 @@ class FleetProcesses:
         self.address = str(self._coordinator.started.result())
 
     def _await_start(self) -> None:
-        """Wait until all processes have started, and log the names of late ones. Raises the error
-        of a start that fails, or `lost`."""
+        """Wait until all processes have started, and log each engine that has, and the names of
+        late ones. Raises the error of a start that fails, or `lost`."""
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
         while waiting:
             starts = [process.started for process in waiting]
-            done, _ = futures.wait(starts, REMIND_S, return_when=futures.FIRST_EXCEPTION)
+            done, _ = futures.wait(starts, REMIND_S, return_when=futures.FIRST_COMPLETED)
             if self.lost is not None:
                 raise self.lost
             for each in done:
                 each.result()
-            waiting = [process for process in waiting if not process.started.done()]
-            if waiting:
+            seconds = time.monotonic() - start
+            for process in waiting:
+                if process.started in done and process is not self._coordinator:
+                    _logger.info("%s has started (%.1f s)", process.name, seconds)
+            waiting = [process for process in waiting if process.started not in done]
+            if not done:
                 names = ", ".join(f"{each.name} ({each.place})" for each in waiting)
-                seconds = time.monotonic() - start
                 _logger.warning("waiting for the start of %s since %.0f s", names, seconds)
 
     # ---- called by the supervising threads

@@ -8,7 +8,7 @@ here keeps state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, Protocol
 
@@ -143,11 +143,13 @@ class AsyncGeneration(Protocol):
         n: int = 1,
         *,
         priority: int = 0,
+        on_finished: Callable[[], None] | None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run n samples of each prompt to their end and return the requests.
 
         Returns one request for a single prompt with n = 1, else a list in the order of the prompts,
-        a prompt's samples together. A higher `priority` goes first. Cancelling aborts the requests.
+        a prompt's samples together. A higher `priority` goes first. `on_finished` is called at the
+        end of each sample. Cancelling aborts the requests.
         A request that an engine of a fleet refuses, such as one with an id beyond the vocabulary,
         comes back FAILED with its error event. Raises InvalidRequestError for a malformed prompt,
         before anything is queued, EngineStateError after the end, and the error that ended the
@@ -157,6 +159,9 @@ class AsyncGeneration(Protocol):
         groups, is_single = as_groups(prompts, sampling_params, n)
         samples = [(prompt, params) for prompt, each in groups for params in each]
         futures = [f for group in self.add_groups(groups, priority=priority) for f in group]
+        if on_finished is not None:
+            for future in futures:
+                future.add_done_callback(lambda ended: ended.cancelled() or on_finished())
         async with self._named_errors():
             try:
                 if futures:

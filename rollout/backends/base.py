@@ -160,11 +160,13 @@ class Ops(Protocol[Handle]):
         """Return `linear` in float32, without rounding to x's dtype if the device can."""
         ...
 
-    def stage(self, handle: Handle, parts: Sequence[Tensor]) -> Any:
+    def stage(
+        self, handle: Handle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
+    ) -> Any:
         """Pack new values, the rows of `parts` in order. Returns what `refresh` takes.
 
         The handle does not change. This is the slow part of an update; the old weight stays in use
-        meanwhile.
+        meanwhile. `allocate`: returns a number of bytes for the copy of a repacked weight.
         """
         ...
 

@@ -19,7 +19,7 @@ from rollout.parallel.shared_memory import SharedMemory, open_shared
 from rollout.parallel.stores import connect_store, open_store
 
 _A_DAY_S = 86_400.0  # torch takes no infinite timeout
-_LOOPBACK, _STORE_TIMEOUT_S = "127.0.0.1", 300.0  # torch's default timeout of a store
+_LOOPBACK = "127.0.0.1"
 
 
 def group_backends() -> tuple[str, ...]:
@@ -67,21 +67,27 @@ class RankRendezvous:
     more than one rank. `address`: the text by which the other ranks join.
     """
 
-    def __init__(self, device: str, size: int, address: str | None = None) -> None:
+    def __init__(
+        self, device: str, size: int, address: str | None = None, *, timeout_s: float
+    ) -> None:
         """Open the rendezvous (rank 0, no `address`), or join the one at rank 0's `address`.
-        `device`: "cpu" or "cuda"."""
+
+        `device`: "cpu" or "cuda". `timeout_s`: seconds that CUDA ranks wait for each other to join;
+        may be infinite. Raises RuntimeError if rank 0 does not answer.
+        """
         self._device, self._size = device, size
         self._shared: SharedMemory | None = None
         self._store: Any = None
+        timeout_s = min(timeout_s, _A_DAY_S)
         if device == "cpu":
             if address is None:
                 self._shared = shared_by_ranks(size)
                 address = self._shared.address
         elif address is None:
-            self._store, port = open_store(_LOOPBACK, _STORE_TIMEOUT_S)
+            self._store, port = open_store(_LOOPBACK, timeout_s)
             address = str(port)
         else:
-            self._store = connect_store(_LOOPBACK, int(address), _STORE_TIMEOUT_S)
+            self._store = connect_store(_LOOPBACK, int(address), timeout_s)
         self.address = address
 
     def collectives(

@@ -15,36 +15,63 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from rollout.apis.llm import LLM
+from rollout import apis, requests
 from rollout.cli.bench_serving import BenchLoad, ServingLoad, measure_serving
 from rollout.cli.measurements import Summary, Timing
-from rollout.cli.models import MODEL_HELP, is_fleet, llm_kinds, make_llm, with_model
+from rollout.cli.models import (
+    CONFIG_HELP,
+    FLEET_HELP,
+    LLM_HINTS,
+    LLM_KINDS,
+    is_fleet,
+    make_llm,
+    settings_help,
+    with_model,
+)
 from rollout.cli.prompt_files import error_of
-from rollout.cli.settings import Parser, fields_of, read_settings, require
-from rollout.config import CONFIG_HINTS
+from rollout.cli.settings import (
+    Parser,
+    UsageError,
+    fields_of,
+    help_of,
+    read_settings,
+    require,
+)
 from rollout.ranges import PositiveInt
-from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.sampling_params import SamplingParams
 
-_LOAD_HELP = """\
-  num_prompts=64        requests
-  prompt_tokens=128     tokens of each prompt, random ids from 1 to max_token_id=100
-  num_tokens=128        tokens that each request generates
-  n=1                   samples of each prompt (offline)
-"""
-_SERVING_HELP = """\
-bench serving:
-  url=http://HOST:PORT  an OpenAI-compatible server
-  concurrency=32        requests at once
-  rate=R                requests per second, at random times; none: one starts when one ends
-  api_key=KEY           bearer token; better in the variable ROLLOUT_API_KEY
-  model=NAME            default: the first model that the server lists
-"""
+# Names of vLLM's and SGLang's benchmarks, and of requests -> the setting here.
+_LOAD_HINTS = {
+    **{name: "prompt_tokens" for name in ("input_len", "random_input_len", "random_input", "isl")},
+    **{
+        name: "num_tokens"
+        for name in (
+            *("output_len", "random_output_len", "random_output", "osl", "max_new_tokens"),
+            "num_tokens_to_generate",
+        )
+    },
+    "batch_size": "num_prompts (all run at once)",
+}
+_SERVING_HINTS = _LOAD_HINTS | {
+    "max_tokens": "num_tokens",
+    "max_concurrency": "concurrency",
+    "batch_size": "concurrency",
+    "request_rate": "rate",
+    "base_url": "url",
+    "address": "url",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad(BenchLoad):
-    """The load of an LLM that the command creates. n: samples of each prompt."""
+    """The load of an LLM that the command creates.
+
+    num_prompts: number of prompts.
+    prompt_tokens: length of each prompt.
+    num_tokens: tokens that each request generates.
+    max_token_id: prompts are random ids from 1 to this one.
+    n: samples of each prompt.
+    """
 
     n: PositiveInt = 1
 
@@ -57,11 +84,17 @@ def run(words: Sequence[str]) -> int:
     parser = Parser(
         "bench", "Measure an engine's offline throughput; `bench serving` measures a server."
     )
-    parser.epilog = f"{MODEL_HELP}{_LOAD_HELP}{_SERVING_HELP}"
-    given = parser.parse(words)
-    values, of_llm = read_settings(
-        with_model(given.settings), fields_of(OfflineLoad), llm_kinds(), hints=CONFIG_HINTS
+    parser.epilog = settings_help(
+        "the load:\n" + help_of(OfflineLoad),
+        FLEET_HELP,
+        CONFIG_HELP,
+        "`rollout bench serving --help` lists the settings of the other benchmark.\n",
     )
+    groups, hints = (fields_of(OfflineLoad), LLM_KINDS), LLM_HINTS | _LOAD_HINTS
+    given = parser.parse(words, *groups, hints=hints)
+    if any(word in ("server", "serve", "online") for word in given.settings):
+        raise UsageError("a server is measured by `rollout bench serving url=http://HOST:PORT`")
+    values, of_llm = read_settings(with_model(given.settings), *groups, hints=hints)
     load = OfflineLoad(**values)
     with make_llm(of_llm) as llm:
         summary = _measure(llm, load, knows_cpu_time=not is_fleet(of_llm))
@@ -71,9 +104,11 @@ def run(words: Sequence[str]) -> int:
 
 def _run_serving(words: Sequence[str]) -> int:
     parser = Parser("bench serving", "Measure a server through its OpenAI protocol.")
-    parser.epilog = f"settings:\n{_LOAD_HELP}{_SERVING_HELP}"
-    given = parser.parse(words)
-    (values,) = read_settings(given.settings, fields_of(ServingLoad))
+    parser.epilog = "settings:\n" + help_of(ServingLoad)
+    kinds = fields_of(ServingLoad)
+    given = parser.parse(words, kinds, hints=_SERVING_HINTS)
+    settings = [word if _is_setting(word) else f"url={word}" for word in given.settings]
+    (values,) = read_settings(settings, kinds, hints=_SERVING_HINTS)
     require(values, "url", "http://127.0.0.1:8000")
     load = ServingLoad(**values)
     summary = asyncio.run(measure_serving(load))
@@ -81,26 +116,30 @@ def _run_serving(words: Sequence[str]) -> int:
     return 1 if summary.num_failed else 0
 
 
-def _measure(llm: LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
+def _is_setting(word: str) -> bool:
+    return "=" in word and "://" not in word.partition("=")[0]
+
+
+def _measure(llm: apis.LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
     """Run all prompts at once, after one short request to warm up, and return the measurements.
     knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured."""
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     llm.generate(prompts[0][:1], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
     start, cpu_start = time.perf_counter(), time.process_time()
-    requests = llm.generate(prompts, params, load.n)
+    ended = llm.generate(prompts, params, load.n)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    assert isinstance(requests, list)
-    done = [request for request in requests if request.succeeded()]
+    assert isinstance(ended, list)
+    done = [request for request in ended if request.succeeded()]
     return Summary.of(
         [_timing(request) for request in done],
-        errors=[error_of(request) for request in requests if request.failed()],
+        errors=[error_of(request) for request in ended if request.failed()],
         seconds=seconds,
         cpu_seconds=cpu_seconds if knows_cpu_time else None,
     )
 
 
-def _timing(request: DynamicInferenceRequest) -> Timing:
+def _timing(request: requests.DynamicInferenceRequest) -> Timing:
     assert request.ttft is not None
     assert request.latency is not None
     return Timing(
@@ -115,7 +154,8 @@ def _show(summary: Summary, title: str, *, is_json: bool) -> None:
     if is_json:
         print(json.dumps(summary.as_json()))
     else:
-        Console().print(summary.table(title))
+        console = Console()
+        console.print(summary.headline(title), "", summary.table(), highlight=False, sep="\n")
         if summary.num_failed:
             text = f"{summary.num_failed} of {summary.num_requests} failed: {summary.first_error}"
             print(f"rollout: {text}", file=sys.stderr)

@@ -48,9 +48,17 @@ class BenchLoad:
 class ServingLoad(BenchLoad):
     """The requests of a run against a server. Raises UsageError for a field that is not valid.
 
-    url: URL of the server. model: None for the first model that the server lists. api_key: bearer
-    token; None without one. concurrency: most requests at once. rate: mean number of requests
-    started per second, at random times; None starts a request whenever another one ends.
+    num_prompts: number of requests.
+    prompt_tokens: length of each prompt.
+    num_tokens: tokens that each request generates.
+    max_token_id: prompts are random ids from 1 to this one.
+
+    url: URL of an OpenAI-compatible server, such as http://127.0.0.1:8000.
+    model: name of the model. None: the first model that the server lists.
+    api_key: bearer token; better in the variable ROLLOUT_API_KEY.
+    concurrency: most requests at once.
+    rate: mean number of requests started per second, at random times. None: a request starts
+        whenever another one ends.
     timeout_s: most seconds of one request.
     """
 
@@ -64,7 +72,9 @@ class ServingLoad(BenchLoad):
     def __post_init__(self) -> None:
         BenchLoad.__post_init__(self)
         if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f"url={self.url} must begin with http:// or https://")
+            raise UsageError(
+                f"url={self.url} must begin with http:// or https://, such as http://{self.url}"
+            )
 
 
 async def measure_serving(load: ServingLoad) -> Summary:

@@ -7,29 +7,57 @@ engine`, clients by AsyncLLM.connect. `run` sets SIGINT and SIGTERM handlers and
 from __future__ import annotations
 
 import json
-import logging
 import signal
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings
+from rollout.cli.logs import add_verbose, log_to_stderr
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.coordinator.net.key_folder import coordinator_keys
 from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """The keywords of DataParallelInferenceCoordinator that a command line can give.
+
+    data_parallel_size: expected engines; more may join.
+    advertise_host: host for clients and engines, with --listen tcp://0.0.0.0:5555.
+    insecure: no keys off loopback; for closed networks alone.
+    deterministic_mode: no work before all engines have joined; ranks by their ids.
+    block_size_tokens: tokens of a block of a prompt's prefix.
+    enable_prefix_caching: route prompts by their prefixes, in blocks of block_size_tokens.
+    prefix_caching_coordinator_policy: the routing policy.
+    policy_options: arguments of the policy, as JSON.
+    schedule_output_path: file for the routing decisions.
+    max_frame_bytes: longest message that is sent or accepted.
+    """
+
+    data_parallel_size: int = 1
+    advertise_host: str | None = None
+    insecure: bool = False
+    deterministic_mode: bool = False
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    prefix_caching_coordinator_policy: str = "load_balanced"
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    schedule_output_path: str | None = None
+    max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES
+
+
 _LIMITS: Kinds = fields_of(CoordinatorLimits)
-_KINDS: Kinds = {
-    "data_parallel_size": int,
-    "advertise_host": str | None,
-    "insecure": bool,
-    "deterministic_mode": bool,
-    "block_size_tokens": int | None,
-    "enable_prefix_caching": bool,
-    "prefix_caching_coordinator_policy": str,
-    "policy_options": dict[str, Any],
-    "schedule_output_path": str | None,
-    "max_frame_bytes": int,
+_KINDS: Kinds = fields_of(CoordinatorSettings)
+_HINTS = {
+    "host": "the option --listen tcp://HOST:PORT",
+    "port": "the option --listen tcp://HOST:PORT",
+    "address": "the option --listen tcp://HOST:PORT",
+    "dp": "data_parallel_size",
+    "dp_size": "data_parallel_size",
+    "policy": "prefix_caching_coordinator_policy",
 }
 
 
@@ -42,31 +70,20 @@ def run(words: Sequence[str]) -> int:
         "Both join by the printed address. Off loopback it needs keys: see `rollout keys`.",
     )
     parser.epilog = (
-        "settings:\n"
-        "  data_parallel_size=1     expected engines; more may join\n"
-        "  advertise_host=NAME      host for clients and engines, with --listen tcp://0.0.0.0:5555\n"
-        "  insecure=true            no keys off loopback; for closed networks alone\n"
-        "  enable_prefix_caching=true, block_size_tokens=N\n"
-        "                           route prompts by their prefixes, in blocks of N tokens\n"
-        "  prefix_caching_coordinator_policy=NAME, policy_options=JSON\n"
-        "                           the routing policy (load_balanced) and its arguments\n"
-        "  deterministic_mode=true  no work before all engines have joined; ranks by their ids\n"
-        "  schedule_output_path=FILE\n"
-        "                           write the routing decisions to FILE\n"
-        f"  max_frame_bytes={DEFAULT_MAX_FRAME_BYTES}\n"
-        "                           longest message that is sent or accepted\n"
-        "  and every field of CoordinatorLimits, such as orphan_deadline_s=600\n"
+        f"the coordinator:\n{help_of(CoordinatorSettings)}\n"
+        f"its limits (CoordinatorLimits):\n{help_of(CoordinatorLimits)}"
     )
+    add_verbose(parser)
     parser.add_argument(
         "--listen",
         metavar="ADDRESS",
         help="tcp://HOST:PORT or a port (loopback); if absent, a socket of this user",
     )
     parser.add_argument("--keys", metavar="DIR", help="folder made by `rollout keys`")
-    given = parser.parse(words)
-    options, limits = read_settings(given.settings, _KINDS, _LIMITS)
+    given = parser.parse(words, _KINDS, _LIMITS, hints=_HINTS)
+    options, limits = read_settings(given.settings, _KINDS, _LIMITS, hints=_HINTS)
     host, port = (None, None) if given.listen is None else address_of(given.listen)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    log_to_stderr(is_verbose=given.verbose)
     coordinator = DataParallelInferenceCoordinator(
         None,
         options.pop("data_parallel_size", 1),
@@ -81,6 +98,14 @@ def run(words: Sequence[str]) -> int:
         signal.signal(number, lambda *_, reason=reason: coordinator.stop(reason))
     address = coordinator.address
     print(json.dumps({"address": address}) if given.json else address, flush=True)
+    if not given.json:
+        keys = "" if given.keys is None else " --keys DIR"
+        print(
+            f"an engine joins by `rollout engine DIR --join {address}{keys}`; watch by `rollout "
+            f"top {address}{keys}`; Ctrl-C to stop",
+            file=sys.stderr,
+            flush=True,
+        )
     coordinator.start()
     return 0
 

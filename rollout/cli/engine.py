@@ -6,19 +6,43 @@ child processes. `run` sets this process's SIGTERM handler and logging.
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rollout.apis.arguments import config_with
-from rollout.apis.engine_process import REGISTER_S, run_engine
-from rollout.cli.models import CONFIG_KINDS, MODEL_KINDS, model_of, with_model
-from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
-from rollout.config import CONFIG_HINTS
+from rollout import apis
+from rollout.addresses import tcp_address
+from rollout.cli.coordinator import address_of
+from rollout.cli.logs import add_verbose, log_to_stderr
+from rollout.cli.models import (
+    CONFIG_HELP,
+    CONFIG_KINDS,
+    LLM_HINTS,
+    MODEL_KINDS,
+    engine_config,
+    model_of,
+    model_summary,
+    settings_help,
+    with_model,
+)
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.coordinator.net.key_folder import ENGINE, peer_keys
 
-_KINDS: Kinds = {"weights_version": int, "register_timeout_s": float}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSettings:
+    """How an engine joins its fleet.
+
+    weights_version: version of the weights in the model's directory.
+    register_timeout_s: seconds to wait for the coordinator.
+    """
+
+    weights_version: int = 0
+    register_timeout_s: float = 600.0
+
+
+_KINDS: Kinds = fields_of(JoinSettings)
 
 
 def run(words: Sequence[str]) -> int:
@@ -29,14 +53,8 @@ def run(words: Sequence[str]) -> int:
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",
     )
-    parser.epilog = (
-        "settings:\n"
-        "  model=DIR, or DIR        a Hugging Face directory (config.json, *.safetensors)\n"
-        "  tokenizer=DIR            directory of tokenizer.json, if not the model's\n"
-        "  weights_version=0        version of the weights in that directory\n"
-        f"  register_timeout_s={REGISTER_S:g}   seconds to wait for the coordinator\n"
-        "  and every field of InferenceConfig, such as block_size_tokens=16\n"
-    )
+    parser.epilog = settings_help("the fleet:\n" + help_of(JoinSettings), CONFIG_HELP)
+    add_verbose(parser)
     parser.add_argument(
         "--join",
         metavar="ADDRESS",
@@ -54,17 +72,48 @@ def run(words: Sequence[str]) -> int:
         metavar="NAME",
         help=f"name of the peer whose keys are used ({ENGINE})",
     )
-    given = parser.parse(words)
-    of_model, fields, own = read_settings(
-        with_model(given.settings), MODEL_KINDS, CONFIG_KINDS, _KINDS, hints=CONFIG_HINTS
-    )
+    groups = (MODEL_KINDS, CONFIG_KINDS, _KINDS)
+    given = parser.parse(words, *groups, hints=LLM_HINTS)
+    of_model, fields, own = read_settings(with_model(given.settings), *groups, hints=LLM_HINTS)
     if given.join is None:
-        raise UsageError("give the coordinator's address: --join tcp://HOST:PORT")
-    model_of(of_model)
+        raise UsageError(
+            "give the coordinator's address, which `rollout coordinator` prints: "
+            "--join tcp://HOST:PORT"
+        )
+    address = joined_address(given.join)
+    config = engine_config(fields)
+    of_model["model"] = model_of(of_model)
     curve = None if given.keys is None else peer_keys(given.keys, given.peer)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    log_to_stderr(is_verbose=given.verbose)
+    if not given.json:
+        summary = model_summary(of_model["model"], config)
+        print(f"loading {summary}, to join {address}", file=sys.stderr, flush=True)
     # SystemExit unwinds the stack, so the engine disconnects and others continue its requests.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    config = config_with(None, fields)
-    run_engine(given.join, **of_model, inference_config=config, curve=curve, **own)
+    joined = f"joined {address}; Ctrl-C, SIGTERM or the coordinator's end ends this engine"
+    apis.run_engine(
+        address,
+        **of_model,
+        inference_config=config,
+        curve=curve,
+        **own,
+        on_registered=lambda: None if given.json else print(joined, file=sys.stderr, flush=True),
+    )
     return 0
+
+
+def joined_address(join: str) -> str:
+    """Return the address of --join: tcp://HOST:PORT or ipc://PATH. A port stands for loopback.
+    Raises UsageError for other text."""
+    if join.startswith("ipc://"):
+        return join
+    try:
+        host, port = address_of(join)
+    except UsageError:
+        port = None
+    if port is None:
+        raise UsageError(
+            f"--join {join} is not the address of a coordinator: give tcp://HOST:PORT, ipc://PATH "
+            "or a port (loopback), as `rollout coordinator` prints it"
+        )
+    return tcp_address(host, port)

@@ -6,178 +6,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from rollout.cli.models import CONFIG_KINDS, MODEL_HELP, MODEL_KINDS, make_llm, with_model
+from rollout.cli.models import (
+    CONFIG_HELP,
+    CONFIG_KINDS,
+    LLM_HINTS,
+    MODEL_KINDS,
+    make_llm,
+    settings_help,
+    with_model,
+)
 from rollout.cli.settings import Parser, UsageError, read_settings
-from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
-from rollout.engine.build import DynamicInferenceEngine, EngineBuild
-from rollout.worker.kv_cache import bytes_per_block
-from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
+from rollout.config import OWN_ENGINE
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """A value that an engine works with. why: where the value comes from; "" if that is evident."""
-
-    name: str
-    value: Any
-    why: str = ""
+if TYPE_CHECKING:  # it imports torch
+    from rollout.cli.engine_facts import Fact
 
 
 def run(words: Sequence[str]) -> int:
     """Build the engine, print its values and release it. Returns 0."""
     parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
-    parser.epilog = MODEL_HELP
-    given = parser.parse(words)
-    (of_llm,) = read_settings(
-        with_model(given.settings), {**MODEL_KINDS, **CONFIG_KINDS}, hints=CONFIG_HINTS
+    parser.add_argument(
+        "--products", action="store_true", help="the kernel of each matrix product, too"
     )
+    parser.epilog = settings_help(CONFIG_HELP)
+    kinds = {**MODEL_KINDS, **CONFIG_KINDS}
+    given = parser.parse(words, kinds, hints=LLM_HINTS)
+    (of_llm,) = read_settings(with_model(given.settings), kinds, hints=LLM_HINTS)
+    if of_llm.get("engine", OWN_ENGINE) != OWN_ENGINE:
+        raise UsageError(
+            f"engine={of_llm['engine']} is not described by rollout explain; leave out engine="
+        )
     with make_llm(of_llm) as llm:
+        # Imports torch, which takes seconds, so not before the words are checked.
+        from rollout.cli.engine_facts import facts_of, summary
+        from rollout.engine.build import DynamicInferenceEngine
+
         engine = llm.engine
-        if not isinstance(engine, DynamicInferenceEngine):
-            raise UsageError("rollout explain describes engine=rollout; leave out engine=")
-        sections = explain(engine.build)
-        products = engine.build.backend.ops.explain().splitlines()
+        assert isinstance(engine, DynamicInferenceEngine), "it was asked for"
+        build = engine.build
+        sentence, sections = summary(build), facts_of(build)
+        products = build.backend.ops.explain().splitlines()
     if given.json:
         rows = {title: [asdict(fact) for fact in facts] for title, facts in sections.items()}
         print(json.dumps({**rows, "products": products}))
         return 0
     console = Console()
+    console.print(sentence, "", sep="\n", highlight=False)
     for title, facts in sections.items():
         console.print(_table(title, facts), "")
-    if products:
+    if given.products:
         console.print("[b]matrix products[/b]")
         console.print("\n".join(products), highlight=False)
+    elif products:
+        console.print(f"{len(products)} matrix products: --products lists them")
     return 0
-
-
-def explain(build: EngineBuild) -> dict[str, list[Fact]]:
-    """Return the facts of an engine by the title of their section, in the order of printing."""
-    return {
-        "model": list(_model(build)),
-        "device": list(_device(build)),
-        "KV blocks": list(_blocks(build)),
-        "memory": list(_memory(build)),
-        "limits": list(_limits(build)),
-        "kernels": list(_kernels(build)),
-    }
-
-
-def _model(build: EngineBuild) -> Iterator[Fact]:
-    spec = build.model.spec
-    yield Fact(name="family", value=spec.family)
-    for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size"):
-        yield Fact(name=name, value=getattr(spec, name))
-    if spec.moe_layers:
-        of_layers = f"in {spec.num_moe_layers} of {spec.num_layers} layers"
-        why = f"{spec.experts_per_token} of them for a token, {of_layers}"
-        yield Fact(name="num_experts", value=spec.num_experts, why=why)
-    dtype, given = str(spec.dtype).removeprefix("torch."), build.config.dtype
-    yield Fact(name="dtype", value=dtype, why="the model's" if given == "auto" else "as given")
-
-
-def _device(build: EngineBuild) -> Iterator[Fact]:
-    config, backend = build.config, build.backend
-    why = "the best that is there" if config.device == "auto" else "as given"
-    yield Fact(name="device", value=str(backend.device), why=why)
-    threads = "torch's default" if config.num_threads is None else "as given"
-    yield Fact(name="num_threads", value=torch.get_num_threads(), why=threads)
-    yield Fact(name="deterministic", value=config.deterministic)
-
-
-def _blocks(build: EngineBuild) -> Iterator[Fact]:
-    config, sizes = build.config, build.sizes
-    why = "the device's default" if config.block_size_tokens is None else "as given"
-    yield Fact(name="block_size_tokens", value=sizes.block_size, why=why)
-    yield Fact(name="num_blocks", value=sizes.num_blocks, why=_why_blocks(build))
-    per_sequence = sizes.max_blocks_per_row
-    yield Fact(
-        name="full sequences at once",
-        value=sizes.num_blocks // per_sequence,
-        why=f"{per_sequence} blocks each",
-    )
-    yield Fact(name="kv_cache_management_mode", value=config.kv_cache_management_mode.value)
-    yield Fact(name="enable_prefix_caching", value=config.enable_prefix_caching)
-
-
-def _why_blocks(build: EngineBuild) -> str:
-    config, sizes = build.config, build.sizes
-    if config.buffer_size_gb is not None:
-        return f"what buffer_size_gb={config.buffer_size_gb} holds"
-    if sizes.num_rows * sizes.max_blocks_per_row == sizes.num_blocks:
-        return f"what {sizes.num_rows} full sequences need"
-    share = f"{DEFAULT_MEMORY_FRACTION:.0%} of {_gib(build.backend.memory_bytes)}"
-    return f"what a pool of {DEFAULT_BUFFER_GB:g} GiB holds, or one of {share} if less"
-
-
-def _memory(build: EngineBuild) -> Iterator[Fact]:
-    config, backend, sizes = build.config, build.backend, build.sizes
-    yield Fact(name="weights", value=_gib(build.weights.num_bytes))
-    per_block = bytes_per_block(backend.attention, build.model.cache_spec(sizes.block_size))
-    why = f"{sizes.num_blocks} blocks of {per_block:,} bytes"
-    yield Fact(name="KV cache", value=_gib(per_block * sizes.num_blocks), why=why)
-    if build.routing is not None:
-        why = "record_routing: on the host, as slots are first written to"
-        yield Fact(name="routing", value=_gib(build.routing.num_bytes), why=why)
-    yield Fact(name="all memory", value=_gib(backend.memory_bytes), why="that this process may use")
-    kind = "chosen for the KV mode" if config.memory_kind == "auto" else "as given"
-    yield Fact(name="memory kind", value=type(backend.memory).__name__, why=kind)
-
-
-def _limits(build: EngineBuild) -> Iterator[Fact]:
-    config, sizes = build.config, build.sizes
-    longest = longest_sequence(config, build.model.spec)
-    if config.max_sequence_length is not None:
-        why = "as given"
-    elif sizes.max_sequence_length == longest:
-        why = "the model's longest"
-    else:
-        why = f"what the KV pool holds; the model could do {longest}"
-    yield Fact(name="max_sequence_length", value=sizes.max_sequence_length, why=why)
-    yield Fact(name="max_requests", value=sizes.num_rows, why=_why_rows(config, build))
-    why = "the default" if config.max_tokens is None else "as given"
-    yield Fact(name="max_tokens", value=sizes.max_tokens, why=f"{why}; tokens of one step")
-    chunked = "long prompts are split over steps" if config.enable_chunked_prefill else ""
-    yield Fact(name="enable_chunked_prefill", value=config.enable_chunked_prefill, why=chunked)
-    scores = not config.materialize_only_last_token_logits
-    why = "" if scores else "materialize_only_last_token_logits=false allows them"
-    yield Fact(name="prompt log-probs", value=scores, why=why)
-
-
-def _why_rows(config: InferenceConfig, build: EngineBuild) -> str:
-    num_rows = build.sizes.num_rows
-    if num_rows == config.max_requests:
-        return "as given"
-    if num_rows == build.sizes.num_blocks:
-        return "each request needs a block"
-    if num_rows == build.sizes.max_tokens:
-        return "each request needs a token of every step"
-    return "the default"
-
-
-def _kernels(build: EngineBuild) -> Iterator[Fact]:
-    backend = build.backend
-    yield Fact(name="operations", value=type(backend.ops).__name__)
-    yield Fact(name="attention", value=type(backend.attention).__name__)
-    yield Fact(name="executor", value=type(backend.executor).__name__)
-    fused = build.model.fused
-    why = "the device, or the model's layers, have none; they run one by one"
-    yield Fact(
-        name="forward pass in one call",
-        value="never" if fused is None else fused.explain(),
-        why=why if fused is None else "",
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.3f} GiB"
 
 
 def _table(title: str, facts: Sequence[Fact]) -> Table:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,15 +19,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollout.apis.arguments import RolloutGroup
-from rollout.apis.llm import LLM
-from rollout.cli.models import MODEL_HELP, llm_kinds, make_llm, with_model
+from rollout import apis, requests
+from rollout.cli.models import (
+    CONFIG_HELP,
+    FLEET_HELP,
+    LLM_HINTS,
+    LLM_KINDS,
+    make_llm,
+    model_of,
+    settings_help,
+    with_model,
+)
 from rollout.cli.prompt_files import OutputColumns, PromptLine, read_prompts, sample_row
-from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, read_settings, require
-from rollout.config import CONFIG_HINTS
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.sampling_params import SAMPLING_HINTS, SamplingParams
 from rollout.serve.errors import ApiError
 from rollout.serve.openai.chat_template import ChatTemplate, load_template
+from rollout.set_aside import set_aside
 from rollout.text import as_tokenizer, has_tokenizer
 
 # SamplingParams' fields that are no settings here: `seed` is InferenceConfig's, and the command's
@@ -36,11 +45,37 @@ SAMPLING_KINDS: Kinds = fields_of(SamplingParams, without=_EXCLUDED)
 # Name of InferenceConfig.max_tokens on this command line, as in configs of training jobs, because
 # `max_tokens` of other programs limits the output.
 _STEP_TOKENS = "engine.max_tokens"
-_HINTS = {name: hint for name, hint in SAMPLING_HINTS.items() if name != "n"} | CONFIG_HINTS
+_ENGINE_KINDS: Kinds = {
+    (_STEP_TOKENS if name == "max_tokens" else name): kind for name, kind in LLM_KINDS.items()
+}
+_HINTS = LLM_HINTS | SAMPLING_HINTS
 _HINTS |= {
     "max_tokens": f"num_tokens_to_generate (and {_STEP_TOKENS} for the tokens of one step)",
-    "max_num_batched_tokens": _STEP_TOKENS,
+    **{
+        name: _STEP_TOKENS
+        for name in ("max_num_batched_tokens", "max_prefill_tokens", "chunked_prefill_size")
+    },
+    "num_return_sequences": "n",
+    "logprobs": "the option --logprobs",
+    "return_log_probs": "the option --logprobs",
+    "prompts": "stdin or the option --input FILE",
+    "prompt": "stdin or the option --input FILE",
+    "input": "the option --input FILE",
+    "output": "the option --output FILE",
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSettings:
+    """The arguments of LLM.submit that a command line can give.
+
+    n: samples of each prompt.
+    priority: requests of a lower number are scheduled first.
+    """
+
+    n: int = 1
+    priority: int = 0
+
 
 Advance = Callable[[int], None]  # takes the number of tokens of a finished prompt
 
@@ -48,21 +83,24 @@ Advance = Callable[[int], None]  # takes the number of tokens of a finished prom
 def run(words: Sequence[str]) -> int:
     """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
     arguments. Raises UsageError for wrong arguments and prompts."""
-    given = _parser().parse(words)
-    of_llm, sampling, more = read_settings(
-        with_model(given.settings),
-        _engine_kinds(),
-        SAMPLING_KINDS,
-        {"n": int, "priority": int},
-        hints=_HINTS,
-    )
+    groups = (_ENGINE_KINDS, SAMPLING_KINDS, fields_of(RequestSettings))
+    given = _parser().parse(words, *groups, hints=_HINTS)
+    alone = [word for word in given.settings if "=" not in word]
+    if prompts := alone if any(w.startswith("model=") for w in given.settings) else alone[1:]:
+        raise UsageError(
+            f"{prompts[0]!r} is not a setting, and prompts are not arguments: give them on stdin, "
+            f"as `echo {shlex.quote(prompts[0])} | rollout generate DIR` does, or as --input FILE"
+        )
+    of_llm, sampling, request = read_settings(with_model(given.settings), *groups, hints=_HINTS)
     if _STEP_TOKENS in of_llm:
         of_llm["max_tokens"] = of_llm.pop(_STEP_TOKENS)
     wanted = OutputColumns(
         token_ids=given.token_ids, log_probs=given.logprobs, versions=given.versions
     )
     params = SamplingParams(**sampling, return_log_probs=given.logprobs)
-    template = _chat_template_of(of_llm.get("tokenizer") or require(of_llm, "model", "DIR"))
+    more = RequestSettings(**request)
+    of_llm["model"] = model_of(of_llm)
+    template = _chat_template_of(of_llm.get("tokenizer") or of_llm["model"])
     with ExitStack() as files:
         lines: Iterable[bytes] = sys.stdin.buffer
         if given.input:
@@ -73,10 +111,23 @@ def run(words: Sequence[str]) -> int:
                     f"--input {given.input}: {error.strerror}; give a file of prompts, or leave "
                     "--input out to read stdin"
                 ) from error
+        elif sys.stdin.isatty():
+            print(
+                "type prompts, one a line; Ctrl-D on an empty line ends them and starts generating",
+                file=sys.stderr,
+            )
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
         output = sys.stdout
         if given.output:
-            output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
+            try:
+                earlier = set_aside(Path(given.output))
+                output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
+            except OSError as error:
+                raise UsageError(
+                    f"--output {given.output}: {error.strerror}; give a file that can be written"
+                ) from error
+            if earlier is not None:
+                print(f"moved the earlier {given.output} to {earlier}", file=sys.stderr)
         elif isinstance(output, io.TextIOWrapper):
             output.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal's encoding
         with make_llm(of_llm) as llm:
@@ -107,13 +158,6 @@ def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
     return apply
 
 
-def _engine_kinds() -> Kinds:
-    """Return the settings of an LLM, with `max_tokens` under its name on this command line."""
-    kinds = dict(llm_kinds())
-    kinds[_STEP_TOKENS] = kinds.pop("max_tokens")
-    return kinds
-
-
 def _parser() -> Parser:
     parser = Parser(
         "generate",
@@ -121,11 +165,11 @@ def _parser() -> Parser:
         "JSON object with `prompt` (text or token ids), `prompt_token_ids` or `messages`. Other\n"
         "keys of the object are copied to the output. Each sample is a line of JSON.",
     )
-    parser.epilog = (
-        MODEL_HELP + "  and every field of SamplingParams, such as temperature=0.7\n"
-        "  num_tokens_to_generate=N   most tokens of each sample\n"
-        "  n=N                        samples of each prompt (1)\n"
-        f"  {_STEP_TOKENS}=N        most tokens of one step of the engine\n"
+    parser.epilog = settings_help(
+        "the requests:\n" + help_of(RequestSettings),
+        "sampling (SamplingParams):\n" + help_of(SamplingParams, without=_EXCLUDED),
+        FLEET_HELP,
+        CONFIG_HELP.replace("  max_tokens=none      ", f"  {_STEP_TOKENS}=none"),
     )
     parser.add_argument("--input", metavar="FILE", help="file of prompts (default: stdin)")
     parser.add_argument(
@@ -142,33 +186,34 @@ def _parser() -> Parser:
 
 
 def _generate(
-    llm: LLM,
+    llm: apis.LLM,
     prompts: Sequence[PromptLine],
     params: SamplingParams,
-    more: dict[str, int],
+    more: RequestSettings,
     wanted: OutputColumns,
     output: TextIO,
     *,
     is_json: bool,
 ) -> int:
     """Generate all samples and write each as soon as the order of the prompts allows. more: the
-    settings n and priority, if given. Writes a summary to stderr. Returns the exit code."""
+    number of samples and the priority. Writes a summary to stderr. Returns the exit code."""
     start, counts = time.monotonic(), _Counts()
-    n = more.get("n", 1)
     group_ids = llm.submit(
-        [line.prompt for line in prompts], params, n, priority=more.get("priority", 0)
+        [line.prompt for line in prompts], params, more.n, priority=more.priority
     )
     index_of = {group_id: index for index, group_id in enumerate(group_ids)}
-    waiting: dict[int, RolloutGroup] = {}
+    # Finished groups that wait for an earlier prompt, by the index of their own prompt.
+    waiting: dict[int, Sequence[requests.DynamicInferenceRequest]] = {}
     num_written = 0
-    with _progress(len(prompts), is_shown=not is_json and sys.stderr.isatty()) as advance:
+    # Samples that appear on the same terminal would be written into the bar.
+    is_shown = not is_json and sys.stderr.isatty() and not output.isatty()
+    with _progress(len(prompts), is_shown=is_shown) as advance:
         for _ in prompts:
             for group in llm.collect(num_groups=1):
-                waiting[index_of[group.group_id]] = group
+                waiting[index_of[group.group_id]] = group.requests
                 advance(sum(r.num_generated_tokens for r in group.requests))
             while num_written in waiting:
-                group = waiting.pop(num_written)
-                for sample, request in enumerate(group.requests):
+                for sample, request in enumerate(waiting.pop(num_written)):
                     row = sample_row(prompts[num_written], num_written, sample, request, wanted)
                     print(json.dumps(row, ensure_ascii=False), file=output)
                     counts.add(row)

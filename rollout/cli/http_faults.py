@@ -5,6 +5,7 @@ Used by `rollout.cli.top` and `rollout.cli.bench_serving`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,10 +22,15 @@ def named_http_faults(url: str) -> Iterator[None]:
         yield
     except aiohttp.ClientConnectorError as error:
         raise RolloutError(
-            f"cannot connect to {url}: {error.os_error}; start a server there, as `rollout serve "
-            "DIR` does, or correct the address"
+            f"no server answers at {url} ({_reason(error.os_error)}); start one with `rollout "
+            "serve DIR`, or correct the address"
         ) from error
     except aiohttp.ClientError as error:
         if isinstance(error, OSError):
             raise
         raise RolloutError(f"{url} did not answer like a server of models: {error}") from error
+
+
+def _reason(error: OSError) -> str:
+    # asyncio's own text repeats the address.
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)

@@ -34,7 +34,10 @@ COMMANDS = {
 }
 # Installed packages add commands as entry points of this group: `run(arguments) -> exit code` each.
 ENTRY_POINTS = "rollout.commands"
-ABOUT_PACKAGES = {"train": "train a model by reinforcement learning"}  # their help texts
+ABOUT_PACKAGES = {  # their help texts
+    "train": "train a model by reinforcement learning",
+    "report": "draw the curves of training runs, as a page or a figure",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +79,8 @@ def _run(words: list[str]) -> int:
     else:
         known = [*COMMANDS, *others]
         remedy = remedy_of_unknown(name, known, f"one of: {', '.join(known)}", cutoff=0.6)
+        if os.path.isdir(name):
+            remedy = f"for a model give `rollout serve {name}`"
         raise UsageError(f"unknown command {name!r}; {remedy}")
     exit_code: int = run(rest)
     return exit_code

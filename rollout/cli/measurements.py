@@ -103,16 +103,22 @@ class Summary:
             rates["generated_tokens_per_cpu_s"] = self.num_generated_tokens / self.cpu_seconds
         return asdict(self) | rates
 
-    def table(self, title: str) -> Table:
-        """Return a table with rates above and percentiles in milliseconds below."""
-        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    def headline(self, title: str) -> str:
+        """Return `title` with what was run, and a line for each rate."""
+        values, done = self.as_json(), self.num_requests - self.num_failed
+        lines = [
+            f"{title}: {done} of {self.num_requests} requests done in {self.seconds:,.1f} s",
+            f"{self.num_prompt_tokens:,} prompt tokens, {self.num_generated_tokens:,} generated",
+            *(f"{values[name]:>12,.1f} {unit}" for name, unit in _RATES.items() if name in values),
+        ]
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """Return a table of the percentiles in milliseconds."""
+        table = Table(box=None, pad_edge=False)
         for name in ("", *(f"p{percent}" for percent in PERCENTS)):
             table.add_column(name, justify="right" if name else "left")
         values = self.as_json()
-        for name, unit in _RATES.items():
-            if name in values:
-                table.add_row(unit, f"{values[name]:,.1f}", "", "")
-        table.add_section()
         for name, label in _LATENCIES.items():
             table.add_row(label, *_milliseconds(values[name]))
         return table

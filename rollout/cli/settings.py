@@ -15,11 +15,11 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
-from rollout.keyword_hints import field_types, hint_of, is_union, remedy_of_unknown
+from rollout.keyword_hints import field_types, is_union, remedy_of_unknown
 
 _HELP_INDENT, _HELP_WIDTH = 36, 100
 # "name: text" or "name, name: text", with the indented lines below it.
@@ -52,17 +52,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the parsed words: the options, and `settings` as a list of words. Raises
-        UsageError. For an unknown option, its message shows how settings are written."""
+    def parse(
+        self, words: Sequence[str], *groups: Kinds, hints: Mapping[str, str] | None = None
+    ) -> argparse.Namespace:
+        """Return the parsed words: the options, and `settings` as a list of words.
+
+        groups, hints: as in `read_settings`, for the error message of an unknown option. Raises
+        UsageError, whose message writes an unknown option as a setting.
+        """
         given, unknown = self.parse_known_intermixed_args(words)
-        if unknown:
-            name, _, value = unknown[0].lstrip("-").partition("=")
-            name = name.replace("-", "_")
+        if not unknown:
+            return given
+        option, _, value = unknown[0].partition("=")
+        name = option.lstrip("-").replace("-", "_")
+        if not value:  # it may be the next word
+            after = words[list(words).index(unknown[0]) + 1 :]
+            value = next((word for word in after[:1] if word[:1] != "-" and "=" not in word), "...")
+        if any(groups) and not any(name in group for group in groups):
             raise UsageError(
-                f"{unknown[0]} is unknown; settings are written {name}={value or '...'}"
+                f"{unknown[0]} is unknown; {_remedy(name, value, groups, hints or {})}"
             )
-        return given
+        raise UsageError(f"{unknown[0]} is unknown; settings are written {name}={value}")
 
 
 def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
@@ -70,23 +80,31 @@ def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
     return {name: each for name, each in field_types(kind).items() if name not in without}
 
 
-def help_of(kind: type) -> str:
-    """Return help text with an entry for each field of a dataclass. An entry has the field's
-    default, and the first sentence about it in the class's docstring."""
+def help_of(kind: type, *, without: Sequence[str] = ()) -> str:
+    """Return help text with an entry for each field of a dataclass, except those in `without`.
+
+    An entry has the field's default, and the first sentence about it in the class's docstring. A
+    blank line divides the fields of two paragraphs of the docstring.
+    """
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
     described = {
-        name: text
-        for names, text in _FIELDS_IN_DOCSTRING.findall(inspect.getdoc(kind) or "")
+        name: (number, text)
+        for number, paragraph in enumerate(paragraphs)
+        for names, text in _FIELDS_IN_DOCSTRING.findall(paragraph)
         for name in names.split(", ")
     }
-    lines = []
+    lines: list[str] = []
+    last = None  # number of the previous field's paragraph
     for field in dataclasses.fields(kind):
-        text = " ".join(described.get(field.name, "").split())
-        default = field.default
-        shown = ",".join(default) if isinstance(default, tuple) else str(default).lower()
-        start = f"  {field.name + '=' + (shown or '...'):<{_HELP_INDENT - 3}} "
-        first, _, _ = text.partition(". ")
+        if field.name in without:
+            continue
+        number, text = described.get(field.name, (last, ""))
+        if last not in (None, number):
+            lines.append("")
+        last = number
+        start = f"  {f'{field.name}={_shown(field)}':<{_HELP_INDENT - 3}} "
         lines += textwrap.wrap(
-            first.rstrip("."),
+            _summary(text, field.default),
             _HELP_WIDTH,
             initial_indent=start,
             subsequent_indent=" " * _HELP_INDENT,
@@ -95,14 +113,22 @@ def help_of(kind: type) -> str:
     return "\n".join(lines) + "\n"
 
 
-def keywords_of(function: Callable[..., Any], *, without: Sequence[str] = ()) -> Kinds:
-    """Return a function's keyword-only parameters with their types, except those in `without`."""
-    hints = typing.get_type_hints(function)
-    return {
-        name: hints[name]
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in without
-    }
+def _summary(text: str, default: Any) -> str:
+    """Return the first sentence about a field; for the default None also what that means."""
+    first, *others = " ".join(text.split()).rstrip(".").split(". ")
+    of_none = [other for other in others if other.startswith("None")] if default is None else []
+    return ". ".join([first, *of_none])
+
+
+def _shown(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as it is written on the command line; "..." without a default."""
+    default = field.default
+    if default is dataclasses.MISSING:
+        made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
+        return "..." if not made else json.dumps(made)
+    if isinstance(default, tuple):
+        return ",".join(default) or "..."
+    return str(default.value if isinstance(default, Enum) else default).lower()
 
 
 def read_settings(
@@ -168,11 +194,18 @@ def value_of(name: str, text: str, kind: Any) -> Any:
 
 
 def _unknown(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> UsageError:
+    return UsageError(f"{name}={text} is unknown; {_remedy(name, text, groups, hints)}")
+
+
+def _remedy(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> str:
+    """Return what to write in place of an unknown setting: its name here by `hints`, or the nearest
+    name, or else where all names are listed."""
     if name in hints:
-        return UsageError(hint_of(name, text, hints))
-    known = (known for group in groups for known in group)
-    remedy = remedy_of_unknown(name, known, "see --help", cutoff=0.5)
-    return UsageError(f"{name}={text} is unknown; {remedy}")
+        return f"{name} is {hints[name]} here"
+    known = {known for group in groups for known in group}
+    if (other := name.replace("-", "_")) in known:
+        return f"write {other}={text}"
+    return remedy_of_unknown(name, known, "see --help", cutoff=0.6)
 
 
 def _is_container(kind: Any) -> bool:

@@ -8,28 +8,48 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from rollout.cli.http_faults import named_http_faults
-from rollout.cli.settings import Kinds, Parser, UsageError, read_settings
+from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.control.commands import fleet_stats
-from rollout.coordinator.client.inference_client import InferenceClient
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from rollout.coordinator.net.security import CurveKeys
 from rollout.errors import RolloutError
+from rollout.ranges import Name, PositiveInt, PositiveSeconds, check_fields
 from rollout.serve.page.fleet import FleetSnapshot, FleetView
 
-_KINDS: Kinds = {"interval_s": float, "count": int | None, "api_key": str | None}
-_BAR_WIDTH = 20
+_BAR_WIDTH = 8
+_CONNECT_S = 10.0  # for a coordinator's first answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopSettings:
+    """What `rollout top` shows, and how often.
+
+    interval_s: seconds between two snapshots of a coordinator.
+    count: number of snapshots. None: until Ctrl-C.
+    api_key: key of the server; better in the variable ROLLOUT_API_KEY.
+    """
+
+    interval_s: PositiveSeconds = 1.0
+    count: PositiveInt | None = None
+    api_key: Name | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, UsageError)
+
+
+_KINDS: Kinds = fields_of(TopSettings)
 
 
 def run(words: Sequence[str]) -> int:
@@ -40,33 +60,32 @@ def run(words: Sequence[str]) -> int:
         "Watch the engines of a fleet: rollout top ADDRESS. ADDRESS is the address of a\n"
         "coordinator, or the URL of a server, such as http://127.0.0.1:8000.",
     )
-    parser.epilog = (
-        "settings:\n"
-        "  interval_s=1   seconds between two snapshots of a coordinator\n"
-        "  count=N        number of snapshots; default: until Ctrl-C\n"
-        "Set the variable ROLLOUT_API_KEY for a server that needs a key.\n"
-    )
+    parser.epilog = "settings:\n" + help_of(TopSettings)
     parser.add_argument(
         "--keys", metavar="DIR", help="folder of a client's keys, made by `rollout keys`"
     )
-    given = parser.parse(words)
+    given = parser.parse(words, _KINDS)
     targets = [word for word in given.settings if _is_target(word)]
     if len(targets) != 1:
         raise UsageError(
             f"give one coordinator's address or server's URL, not {len(targets)}: rollout top "
             "http://127.0.0.1:8000"
         )
+    (target,) = targets
     (values,) = read_settings([w for w in given.settings if w not in targets], _KINDS)
-    interval_s, count = values.get("interval_s", 1.0), values.get("count")
-    if interval_s <= 0:
-        raise UsageError(f"interval_s={interval_s} must be above 0")
-    if targets[0].startswith("http"):
-        snapshots = of_server(targets[0], values.get("api_key"))
-    else:
+    settings = TopSettings(**values)
+    if target.startswith(("http://", "https://")):
+        snapshots = of_server(target, settings.api_key)
+    elif target.startswith(("tcp://", "ipc://")) or target.isdecimal():
         curve = None if given.keys is None else peer_keys(given.keys, CLIENT)
-        snapshots = of_coordinator(targets[0], interval_s, curve)
-    with named_http_faults(targets[0]):
-        asyncio.run(_show(snapshots, count, is_json=given.json))
+        snapshots = of_coordinator(target, settings.interval_s, curve)
+    else:
+        raise UsageError(
+            f"{target} is not an address: give a server's URL, http://HOST:PORT, or a "
+            "coordinator's address, tcp://HOST:PORT, ipc://PATH or a port (loopback)"
+        )
+    with named_http_faults(target):
+        asyncio.run(_show(snapshots, settings.count, is_json=given.json))
     return 0
 
 
@@ -78,12 +97,19 @@ async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
     """Yield a snapshot of the fleet every `interval_s` seconds, without end. curve: this client's
-    keys; None without encryption. Raises CoordinatorLostError if the coordinator disconnects."""
-    view = FleetView()
-    async with InferenceClient(address, name="top", curve=curve) as client:
+    keys; None without encryption. Raises CoordinatorLostError if there is no coordinator, or if it
+    disconnects."""
+    # Imports torch, which takes seconds and which a server's snapshots do not need.
+    from rollout.coordinator.client.inference_client import InferenceClient
+
+    view, client = FleetView(), InferenceClient(address, name="top", curve=curve)
+    try:
+        await client.start(timeout_s=_CONNECT_S)
         while True:
             yield view.snapshot(fleet_stats(await client.engine_stats()))
             await asyncio.sleep(interval_s)
+    finally:
+        await client.aclose()
 
 
 async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
@@ -97,13 +123,22 @@ async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapsh
         session.get(url.rstrip("/") + "/events", params={"samples": "0"}) as response,
     ):
         if response.status != 200:
-            raise RolloutError(f"GET /events answered {response.status}")
+            raise RolloutError(_refusal(url, response.status))
         kind = b""
         async for line in response.content:
             if line.startswith(b"event: "):
                 kind = line[len(b"event: ") :].strip()
             elif line.startswith(b"data: ") and kind == b"fleet":
                 yield FleetSnapshot(**json.loads(line[len(b"data: ") :]))
+
+
+def _refusal(url: str, status: int) -> str:
+    if status in (401, 403):
+        return f"{url} refuses the key (status {status}); set ROLLOUT_API_KEY to the server's key"
+    return (
+        f"{url} is not a server of `rollout serve`: GET /events answered {status}; give such a "
+        "server's URL"
+    )
 
 
 async def _show(
@@ -124,25 +159,29 @@ async def _show(
 
 
 def view_of(snapshot: FleetSnapshot) -> RenderableType:
-    """Return what the terminal shows: a headline, and a table with one row for each engine."""
-    rate = snapshot.total("generated_tokens_per_s")
+    """Return what the terminal shows: a headline, and a table with one row for each engine. It fits
+    80 columns."""
+    num_engines = len(snapshot.engines)
+    rate, prefill = (snapshot.total(f"{name}_tokens_per_s") for name in ("generated", "prefill"))
     headline = Text.assemble(
         (snapshot.state, "bold green" if snapshot.state == "RUNNING" else "bold yellow"),
-        f"   version {snapshot.weights_version}   {len(snapshot.engines)} engines   ",
+        f"   {num_engines} engine{'' if num_engines == 1 else 's'}",
+        f"   version {snapshot.weights_version}   ",
         (f"{rate:,.0f} tokens/s", "bold"),
-        f"   prefill {snapshot.total('prefill_tokens_per_s'):,.0f} tokens/s",
+        f"   prefill {prefill:,.0f}/s",
     )
     refused = [(name, count) for name, count in snapshot.refused.items() if count]
     if refused:
         words = ", ".join(f"{count:,} {_reason(name)}" for name, count in refused)
         headline.append(f"\nrefused: {words}", style="bold red")
-    table = Table(box=None, pad_edge=False)
-    for name in ("engine", "state", "version", "waiting", "running", "paused", "KV blocks", ""):
-        table.add_column(name, justify="left" if name in ("state", "KV blocks") else "right")
-    for name in ("tokens/s", "finished", "failed"):
-        table.add_column(name, justify="right")
+    columns = [name for name in _COLUMNS if name not in _IF_ANY or snapshot.total(_IF_ANY[name])]
+    gap = 2 if len(columns) < len(_COLUMNS) - 1 else 1
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    for name in columns:
+        justify: JustifyMethod = "left" if name in ("state", "KV cache") else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     for engine in snapshot.engines:
-        table.add_row(*_cells(engine))
+        table.add_row(*(_COLUMNS[name](engine) for name in columns))
     return Group(headline, "", table)
 
 
@@ -151,17 +190,30 @@ def _reason(name: str) -> str:
     return name.removeprefix("num_").replace("_", " ")
 
 
-def _cells(engine: dict[str, Any]) -> list[str]:
+def _kv_cache(engine: dict[str, Any]) -> str:
+    """Return a bar of the KV blocks in use, and their share."""
     used, total = engine["num_blocks_used"], engine["num_blocks_total"]
-    filled = round(_BAR_WIDTH * used / total) if total else 0
-    return [
-        str(engine["rank"]),
-        engine["state"],
-        str(engine["weights_version"]),
-        *(f"{engine[name]:,}" for name in ("num_waiting", "num_running", "num_paused")),
-        "█" * filled + "░" * (_BAR_WIDTH - filled),
-        f"{used:,}/{total:,}",
-        f"{engine['generated_tokens_per_s']:,.0f}",
-        f"{engine['num_finished']:,}",
-        f"{engine['num_failed']:,}",
-    ]
+    share = used / total if total else 0.0
+    filled = round(_BAR_WIDTH * share)
+    return f"{'█' * filled}{'░' * (_BAR_WIDTH - filled)} {share:4.0%}"
+
+
+def _count_of(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda engine: f"{engine[name]:,.0f}"
+
+
+# Column -> its text for an engine of a snapshot.
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "engine": _count_of("rank"),
+    "state": lambda engine: engine["state"].lower(),
+    "ver": _count_of("weights_version"),
+    "wait": _count_of("num_waiting"),
+    "run": _count_of("num_running"),
+    "paused": _count_of("num_paused"),
+    "KV cache": _kv_cache,
+    "tokens/s": _count_of("generated_tokens_per_s"),
+    "done": _count_of("num_finished"),
+    "failed": _count_of("num_failed"),
+}
+# Columns that are shown only if an engine's count is not 0.
+_IF_ANY = {"paused": "num_paused", "failed": "num_failed"}

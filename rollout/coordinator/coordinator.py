@@ -317,7 +317,7 @@ class DataParallelInferenceCoordinator:
         if self._recorder is not None:
             self._recorder.close()
         self._waker.close()
-        logger.info("%s; %s; %s", reason, self._core.counters, self.refusals)
+        logger.info("%s%s%s", reason, _counted(self._core.counters), _counted(self.refusals))
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:
@@ -344,3 +344,9 @@ def _recorder(
     if not isinstance(name, str):
         name = f"{policy.__module__}:{getattr(policy, '__qualname__', policy)}"
     return ScheduleRecorder(path, name, data_parallel_size)
+
+
+def _counted(counters: Counters | Refusals) -> str:
+    """Return the counters that are not 0 as text that continues a line; "" if all are 0."""
+    shown = ", ".join(f"{name}={count}" for name, count in asdict(counters).items() if count)
+    return f"; {type(counters).__name__.lower()}: {shown}" if shown else ""

@@ -42,7 +42,8 @@ class SupervisedProcess:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_end: Callable[[int], object] = lambda exit_code: None,
     ) -> None:
-        """Start a child that runs `module`. `name`: name for log messages and the thread.
+        """Start a child that runs `module`. `name`: name for log messages and the thread. Raises
+        ConfigError if the first child cannot be started.
 
         `begin` sends a child its arguments. `on_end` gets the last exit code once the process has
         ended for good, unless its first start failed. The supervising thread calls both.
@@ -95,9 +96,9 @@ class SupervisedProcess:
                 return
             if time.monotonic() - began_at > STEADY_S:
                 num_restarts = 0
-            if exit_code == 0 or not self._restart(exit_code, num_restarts):
+            if exit_code == 0 or (count := self._restart(exit_code, num_restarts)) is None:
                 break
-            num_restarts += 1
+            num_restarts = count
         self._on_end(exit_code)
 
     def _run_child(self) -> int:
@@ -127,21 +128,28 @@ class SupervisedProcess:
         child.pipe.close()
         return exit_code
 
-    def _restart(self, exit_code: int, num_restarts: int) -> bool:
-        """Wait for the pause and start another child. Returns False, and starts none, if restarts
-        are disabled or used up."""
+    def _restart(self, exit_code: int, num_restarts: int) -> int | None:
+        """Wait for the pause and start another child; try again if the system refuses it.
+
+        Returns the number of restarts in a row. Returns None, and starts none, if restarts are
+        disabled or used up.
+        """
         if self._is_ending.is_set():
-            return False
+            return None
         end = f"{self.name} ({self.place}) has ended ({end_of(exit_code)})"
         if num_restarts >= self._max_restarts:
             _logger.error("%s, after %d restarts in a row", end, num_restarts)
-            return False
+            return None
         pause_s = min(FIRST_BACKOFF_S * 2**num_restarts, MAX_BACKOFF_S)
         _logger.warning("%s; it is restarted in %g s", end, pause_s)
         if self._is_ending.wait(pause_s):
-            return False
-        with self._lock:
-            if not self._is_ending.is_set():
+            return None
+        try:
+            with self._lock:
+                if self._is_ending.is_set():
+                    return None
                 self._child = ChildProcess(self._module, self._environment)
-                return True
-        return False
+        except ConfigError as error:
+            _logger.warning("%s could not be restarted: %s", self.name, error)
+            return self._restart(exit_code, num_restarts + 1)
+        return num_restarts + 1

@@ -9,7 +9,7 @@ Shape letters: T tokens, K in features, N out features of all parts together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -76,10 +76,10 @@ class Linear(BackendLayer):
         bias = self.bias if self.adds_bias else None
         self.handle = backend.ops.prepare_linear(self.weight, bias, may_repack=True)
 
-    def stage(self, weights: Sequence[Tensor]) -> Any:
+    def stage(self, weights: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Any:
         """Pack new weights, one tensor per part in order. Returns what `refresh` takes. The layer
-        does not change."""
-        return self.ops.stage(self.handle, weights)
+        does not change. `allocate` is as in `Ops.stage`."""
+        return self.ops.stage(self.handle, weights, allocate)
 
     def refresh(self, staged: Any = None) -> None:
         """Update the backend's packed copy after the weight was changed in place. `staged`: what

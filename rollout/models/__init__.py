@@ -1,9 +1,18 @@
 """Decoder language models for inference, read from and written to Hugging Face checkpoints.
 
-The names below are public; programs and benchmarks import them from here."""
+The names of `__all__` are public; programs and benchmarks import them from here. Each name's module
+is imported when the name is first used."""
 
-from rollout.models.causal_lm import CausalLM
-from rollout.models.checkpoints.loading import build_model, save_hf_directory
-from rollout.models.spec import ModelSpec
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = ["CausalLM", "ModelSpec", "build_model", "save_hf_directory"]
+# Module -> the names that this package takes from it. The stub beside this file lists the same.
+_HOMES = {
+    "rollout.models.causal_lm": "CausalLM",
+    "rollout.models.checkpoints.loading": "build_model save_hf_directory",
+    "rollout.models.spec": "ModelSpec",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,7 +1,7 @@
 """Server: the HTTP server of one LLM, from listening to the drain.
 
-Used by `rollout.apis.serving`, and by `rollout.cli.serve` for `require_free_address`. It makes the
-ServerState, and at the end closes the state's objects, but not the LLM.
+Used by `rollout.apis.serving`. It makes the ServerState, and at the end closes the state's objects,
+but not the LLM.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rollout.errors import ConfigError, RolloutError
+from rollout.addresses import address_error
+from rollout.errors import RolloutError
 from rollout.serve.app import make_app
 from rollout.serve.config import ServeConfig
 from rollout.serve.generation_config import sampling_defaults
@@ -37,28 +37,6 @@ _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # receives aiohttp's own messages
 # Seconds that aborted requests may take to be answered once the drain is over.
 _LAST_ANSWERS_S = 5.0
-
-
-def require_free_address(config: ServeConfig) -> None:
-    """Raise ConfigError unless the address of `config` is free now."""
-    try:
-        addresses = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as listener:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listener.bind(address)
-    except (OSError, UnicodeError) as fault:
-        raise _cannot_listen(config, fault) from fault
-
-
-def _cannot_listen(config: ServeConfig, fault: Exception) -> ConfigError:
-    return ConfigError(
-        f"host={config.host!r}, port={config.port} is not a free address: {fault}; choose another"
-    )
 
 
 class _ClientFaults(logging.Filter):
@@ -152,7 +130,7 @@ class Server:
             await self._site.start()
         except OSError as fault:
             await self._runner.cleanup()
-            raise _cannot_listen(config, fault) from fault
+            raise address_error(config.host, config.port, fault) from fault
         host, port = self.address
         _logger.info("serving %s at http://%s:%d", self.state.served_name, host, port)
         self._report_format()

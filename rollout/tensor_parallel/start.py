@@ -82,6 +82,16 @@ def load_on_ranks(
     return loaded, sizes, worker
 
 
+def _rendezvous(config: InferenceConfig, address: str | None = None) -> RankRendezvous:
+    """Open the rendezvous of an engine's ranks, or join it at `address`."""
+    return RankRendezvous(
+        device_of(config),
+        config.tensor_parallel_size,
+        address,
+        timeout_s=config.tensor_parallel_start_timeout_s,
+    )
+
+
 # ---- child processes
 
 
@@ -104,7 +114,7 @@ def start_group(
             (without_shards(model, config.dtype), of_followers, weights_version),
             "the model or its config",
         )
-        rendezvous = RankRendezvous(device_of(config), size)
+        rendezvous = _rendezvous(config)
         undo.callback(rendezvous.close)
         for rank, child in enumerate(children, start=1):
             child.send(pickle.dumps((rank, rendezvous.address)), sent)
@@ -136,7 +146,7 @@ def run_rank(
     """
     (rank, address), (model, config, weights_version) = place, given
     use_device(config, rank)
-    rendezvous = RankRendezvous(device_of(config), config.tensor_parallel_size, address)
+    rendezvous = _rendezvous(config, address)
     pipe.send("ready")
     wire = SocketWire(socket.socket(fileno=os.dup(pipe.fileno())))
     staging = SocketWire(wire.receive_socket(config.tensor_parallel_start_timeout_s))
@@ -214,7 +224,7 @@ def join_as_lead(
         try:
             listener = RankListener()
             stack.callback(listener.close)
-            rendezvous = RankRendezvous(device_of(config), size)
+            rendezvous = _rendezvous(config)
             stack.callback(rendezvous.close)
             facts = _own_facts(config, weights_version, rendezvous.address, listener.address)
         except (RolloutError, OSError) as error:
@@ -239,8 +249,8 @@ def join_as_follower(model: Model, config: InferenceConfig, weights_version: int
     lead, *_ = _exchanged(group, _own_facts(config, weights_version))
     channel = FollowerChannel(rank, wire_to_lead(lead.listener, rank, start_s))
     try:
-        size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
-        rendezvous = RankRendezvous(device_of(config), size, lead.rendezvous)
+        timeout_s = config.tensor_parallel_timeout_s
+        rendezvous = _rendezvous(config, lead.rendezvous)
         start = FollowerStart(
             join=lambda: rendezvous.collectives(rank, timeout_s=timeout_s, check=channel.check),
             load=partial(load_model, model, config, weights_version),

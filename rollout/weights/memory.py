@@ -26,6 +26,7 @@ from rollout.models.weights import WeightTable
 from rollout.weights.update import HOST_COPIES
 
 _BUFFER = "weights"
+_PACKED_ROWS = 64
 _ALIGNMENT = 64  # bytes between possible starts of tensors: a cache line, good for vector loads
 
 
@@ -128,7 +129,25 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
         yield name, (start, end)
 
 
-# ---- host memory for the update of a device's weights
+# ---- host memory for an update
+
+
+class PackedMemory:
+    """Zeros for the packed copies of one staged update, in one piece: it gets huge pages, of which
+    small copies alone would get none. It is freed with the last copy."""
+
+    def __init__(self, create_arena: Callable[[], HostArena], num_bytes: int) -> None:
+        """Reserve nothing yet. `num_bytes`: bytes of all weights, each aligned."""
+        self._create_arena, self._num_bytes = create_arena, num_bytes
+        self._free_N: Tensor | None = None
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return the next `num_bytes`. Raises ConfigError if the memory cannot be reserved."""
+        if self._free_N is None:
+            self._free_N = self._create_arena().reserve(self._num_bytes)
+        bytes_N, self._free_N = self._free_N[:num_bytes], self._free_N[aligned(num_bytes) :]
+        assert len(bytes_N) == num_bytes, "more packed copies than weights"
+        return bytes_N
 
 
 class ReusedArena:
@@ -257,8 +276,10 @@ def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
 
 
 def rows_within(num_bytes: int, values: Tensor) -> int:
-    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1."""
-    return max(1, num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize))
+    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1. Above 64 a multiple
+    of it, because a backend that packs rows writes whole groups of them faster."""
+    num_rows = num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize)
+    return num_rows // _PACKED_ROWS * _PACKED_ROWS or max(1, num_rows)
 
 
 def aligned(num_bytes: int) -> int:

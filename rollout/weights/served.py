@@ -39,7 +39,7 @@ from rollout.weights.lora_merge import (
     check_targets,
     gathered,
 )
-from rollout.weights.memory import ReusedArena, StagingArena, WeightMemory
+from rollout.weights.memory import PackedMemory, ReusedArena, StagingArena, WeightMemory
 from rollout.weights.staged import (
     BackupKeeper,
     Exchange,
@@ -103,7 +103,8 @@ class ServedWeights:
         self._memory = WeightMemory(model, backend, keeps_values=fill is None)
         self._reject_non_finite = reject_non_finite
         is_host = backend.device.type == "cpu"
-        self._arenas = None if is_host else ReusedArena(backend.create_host_arena)
+        self._create_arena = backend.create_host_arena
+        self._arenas = None if is_host else ReusedArena(self._create_arena)
         self._backups = BackupKeeper(model, self._memory, self._arenas)
         # The number of the served write: less than the latest one after a rollback.
         self._num_writes = self._latest_write = 0
@@ -433,6 +434,7 @@ class ServedWeights:
             if origin.weight in values
         }
         packed = []
+        allocate = PackedMemory(self._create_arena, self.num_bytes).allocate
         with blaming() as blame:
             for path, layer in self._model.linear_layers().items():
                 check()
@@ -443,7 +445,7 @@ class ServedWeights:
                     slot = slots[f"{part}.weight"]
                     changed = new.get(slot.address)
                     parts.append(slot.read() if changed is None else changed)
-                packed.append(layer.stage(parts))
+                packed.append(layer.stage(parts, allocate))
         return packed
 
     # ---- memory

@@ -101,6 +101,15 @@ def imports_of(main: Any) -> str:
     return path.read_text() if path.exists() else ""
 
 
+def test_child_process_that_the_system_refuses_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    error = r"the process /no/such/python -m tests.apis.child_modules --child cannot be started"
+    with pytest.raises(ConfigError, match=error):
+        ChildProcess(MODULE)
+
+
 def test_a_child_that_needs_nothing_of_main_does_not_import_it(main: Any) -> None:
     assert echoed({"tokenizer": None, "path": "model"}) == {"tokenizer": None, "path": "model"}
     assert imports_of(main) == ""

@@ -127,6 +127,17 @@ def test_generate_samples_from_the_trainers_model_by_the_seed(llm: AnyLLM) -> No
     margins.check()
 
 
+def test_on_finished_of_an_awaited_generate_is_called_once_per_sample(llm: AnyLLM) -> None:
+    if isinstance(llm, ThreadsLLM):
+        pytest.skip("LLM.generate returns after the last sample")
+    ends: list[str] = []
+    prompts = [prompt_of(3), [VOCAB_SIZE + 1] if isinstance(llm.llm, AsyncLLM) else prompt_of(4)]
+    llm.call(
+        "generate", prompts, sampled(1, num_tokens=4), n=2, on_finished=lambda: ends.append("one")
+    )
+    assert len(ends) == 4, "failed ones too"
+
+
 def test_generate_prefills_the_prompt_of_a_group_once(llm: AnyLLM) -> None:
     before = llm.call("stats")
     llm.call("generate", [prompt_of(40, seed=2), prompt_of(33, seed=2)], sampled(1), n=8)

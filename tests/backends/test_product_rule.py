@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,9 +50,9 @@ class PackedProduct(Product):
     def __init__(self) -> None:
         self.packed: list[Tensor] = []
 
-    def pack(self, weight_NK: Tensor) -> Tensor:
-        self.packed.append(weight_NK)
-        return weight_NK.detach().clone()
+    def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Tensor:
+        self.packed += parts
+        return torch.cat([*parts])
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
         assert handle.packed is not None

@@ -26,9 +26,13 @@ def finished(directory: Path, kind: str) -> None:
 @needs("matplotlib")
 @pytest.mark.parametrize(
     ("kinds", "draws"),
-    [(["lora"], False), (["reversal"], False), (["reversal", "digits", "shuffled_rewards"], True)],
+    [
+        (["lora"], False),
+        (["reversal", "digits"], False),
+        ([*smollm.TITLES, "shuffled_rewards"], True),
+    ],
 )
-def test_smollm_tables_finished_runs_and_draws_them_if_both_tasks_were_run(
+def test_smollm_tables_finished_runs_and_draws_them_if_tasks_and_control_were_run(
     kinds: list[str],
     draws: bool,
     tmp_path: Path,

@@ -69,7 +69,9 @@ def test_faults_exit_with_1_and_json_errors_are_json(capsys: pytest.CaptureFixtu
     assert main(words) == 1
     (error,) = lines_of(capsys.readouterr().err)
     assert error["error"]["type"] == "RolloutError"
-    assert "cannot connect to http://127.0.0.1:9" in error["error"]["message"]
+    assert (
+        "no server answers at http://127.0.0.1:9 (connection refused)" in error["error"]["message"]
+    )
     assert "rollout serve" in error["error"]["message"]
 
 
@@ -116,6 +118,15 @@ def test_generate_shows_a_progress_bar_in_a_terminal_if_rich_is_installed(
     assert len(lines_of(capsys.readouterr().out)) == 2
     shown = terminal.getvalue()
     assert ("prompts" in shown and "2/2" in shown and "tokens/s" in shown) == has_rich
+
+
+def test_generate_on_a_terminal_says_how_to_type_and_how_to_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    give_stdin(monkeypatch, {"prompt": [1, 2, 3]})
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["generate", directory(), *SMALL, "num_tokens_to_generate=1"]) == 0
+    assert capsys.readouterr().err.startswith("type prompts, one a line; Ctrl-D on an empty line")
 
 
 def test_generate_writes_the_samples_of_llm_generate(
@@ -264,7 +275,8 @@ def test_text_is_read_from_a_file_and_written_to_one(
     assert main([*base, *files, "num_tokens_to_generate=3"]) == 0
     (row,) = lines_of(target.read_text())
     assert row["prompt_token_ids"] == [65, 1, 30], "a, ! and > by the template"
-    capsys.readouterr()
+    assert f"moved the earlier {target} to {target}.previous" in capsys.readouterr().err
+    assert lines_of(Path(f"{target}.previous").read_text()) == rows
     source.write_text('{"prompt": "ab"\n{"prompt": "cd"}\n')
     assert main([*base, *files]) == 2
     assert f"{source}, line 1 is not JSON" in capsys.readouterr().err
@@ -283,7 +295,10 @@ def test_bench_counts_all_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("first_token_s", "per_token_s", "total_s"):
         assert 0 < result[name]["p50"] <= result[name]["p99"]
     assert main(["bench", f"model={directory()}", *SMALL, *load]) == 0
-    assert "time to first token" in capsys.readouterr().out
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("offline, ")
+    assert any(line.endswith(" generated tokens/s") for line in lines)
+    assert any(line.startswith("time to first token, ms") for line in lines)
 
 
 def test_explain_shows_values_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +317,8 @@ def test_explain_shows_values_and_reasons(capsys: pytest.CaptureFixture[str]) ->
     assert facts["forward pass in one call"]["value"] == one_call
     assert main(["explain", f"model={directory()}", *SMALL]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("qwen3, 2 layers, float32 on cpu: ")
+    assert "matrix products: --products lists them" in shown or load_library() is None
     assert "KV blocks" in shown
     assert "as given" in shown
 

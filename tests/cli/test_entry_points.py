@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from rollout.cli import main as command_line
 
 GIVEN: list[list[str]] = []
+
+
+COMMANDS = re.compile(r'^(\w+) = "([\w.]+:\w+)"$', re.MULTILINE)
 
 
 def run(words: list[str]) -> int:
@@ -44,3 +49,12 @@ def test_a_misspelled_command_of_an_entry_point_is_named(
 ) -> None:
     assert command_line.main(["shin"]) == 2
     assert "did you mean shine?" in capsys.readouterr().err
+
+
+def test_rollout_knows_a_help_text_of_each_command_that_this_distribution_adds() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    table = project.partition('"rollout.commands"]')[2].partition("[")[0]
+    commands = dict(COMMANDS.findall(table))
+    assert commands.keys() == command_line.ABOUT_PACKAGES.keys() == {"train", "report"}
+    for name, value in commands.items():
+        assert callable(EntryPoint(name, value, command_line.ENTRY_POINTS).load())

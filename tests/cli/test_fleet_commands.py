@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +68,16 @@ def test_serve_refuses_before_it_starts_anything(
     assert message in capsys.readouterr().err
 
 
+def test_serve_answers_a_model_without_weights_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(Path(directory(), "config.json"), tmp_path)
+    capfd.readouterr()
+    assert main(["serve", str(tmp_path), "port=0", "seed=1", "num_threads=1"]) == 1
+    (said,) = capfd.readouterr().err.splitlines()  # of this process and of the engine's
+    assert said.startswith(f"rollout: error: {tmp_path} has neither model.safetensors nor")
+
+
 def test_top_shows_what_the_engines_do(capsys: pytest.CaptureFixture[str]) -> None:
     async def work(llm: AsyncLLM) -> None:
         load = Load(llm, 4, 30)
@@ -119,7 +131,22 @@ def test_top_shows_refused_peers_by_reason() -> None:
     assert "refused: 1,200 unknown keys, 1 unknown peers" in shown(snapshot)
 
 
+def test_top_fits_80_columns() -> None:
+    engine = stats_of(
+        num_waiting=1024, num_running=256, num_paused=17, num_finished=1_234_567, num_failed=3
+    )
+    view = FleetView()
+    view.snapshot(fleet_of({0: engine}), 10.0)
+    busy = replace(engine, num_sampled_tokens=12_345, num_blocks_used=9, num_blocks_total=20)
+    lines = shown(view.snapshot(fleet_of({0: busy, 1: busy}), 11.0)).splitlines()
+    assert len([line for line in lines if line.strip()]) == 4, "a headline, a header, two engines"
+    assert max(map(len, lines)) <= 80
+    for text in ("1,234,567", "17", "45%", "12,345", "running"):
+        assert any(text in line for line in lines), text
+    assert not any("…" in line for line in lines)
+
+
 def shown(snapshot: FleetSnapshot) -> str:
-    console = Console(width=100, record=True, file=StringIO())
+    console = Console(width=80, record=True, file=StringIO())
     console.print(view_of(snapshot))
     return console.export_text()

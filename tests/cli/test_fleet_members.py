@@ -52,7 +52,7 @@ def test_keys_a_coordinator_and_an_engine_of_a_shell_are_a_fleet_that_a_program_
         (["coordinator", "--listen", "somewhere"], "give tcp://HOST:PORT"),
         (["coordinator", "--keys", "/nowhere"], "coordinator.key_secret' cannot be read"),
         (["coordinator", "heartbeat_s=9", "engine_lease_s=9"], "at least twice heartbeat_s"),
-        (["coordinator", "--port", "1"], "settings are written port="),
+        (["coordinator", "--port", "1"], "--port is unknown; port is the option --listen"),
         (["engine"], "--join tcp://HOST:PORT"),
         (["engine", "--join", "1", "model=/nowhere"], "is not a directory"),
         (["engine", "--join", "1"], "model is missing"),

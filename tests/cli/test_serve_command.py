@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from rollout.cli import serve
+from rollout import InferenceConfig, SamplingParams, apis
+from rollout.apis.arguments import FLEET_DEFAULTS
+from rollout.apis.engine_process import REGISTER_S
+from rollout.cli.bench import OfflineLoad
+from rollout.cli.bench_serving import ServingLoad
+from rollout.cli.coordinator import CoordinatorSettings
+from rollout.cli.engine import JoinSettings
+from rollout.cli.generate import RequestSettings
 from rollout.cli.main import main
-from rollout.cli.models import with_model
+from rollout.cli.models import FleetSettings, with_model
+from rollout.cli.serve import opening
 from rollout.cli.settings import help_of
+from rollout.cli.top import TopSettings
+from rollout.config import GIB
+from rollout.control.commands import FleetResults, fleet_stats
+from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 from rollout.serve.config import ServeConfig
+from rollout.telemetry import RankUse
 from tests.apis.fleets import directory
 from tests.serve import chat_model
 
@@ -28,7 +42,7 @@ def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(**_: object) -> None:
         raise StartedError
 
-    monkeypatch.setattr(serve, "AsyncLLM", started)
+    monkeypatch.setattr(apis, "AsyncLLM", started)
 
 
 def test_help_lists_every_field_of_the_server_with_its_default(
@@ -52,6 +66,91 @@ def test_help_of_reads_the_docstring_of_a_dataclass() -> None:
     lines = help_of(CoordinatorLimits).splitlines()
     (line,) = (line for line in lines if line.startswith("  heartbeat_s=1.0 "))
     assert line.endswith("time between two heartbeats of a peer")
+
+
+@pytest.mark.parametrize(
+    ("command", "kinds"),
+    [
+        ("generate", (SamplingParams, RequestSettings, InferenceConfig, FleetSettings)),
+        ("bench", (OfflineLoad, InferenceConfig, FleetSettings)),
+        ("explain", (InferenceConfig,)),
+        ("engine", (JoinSettings, InferenceConfig)),
+        ("coordinator", (CoordinatorSettings, CoordinatorLimits)),
+        ("top", (TopSettings,)),
+        ("bench serving", (ServingLoad,)),
+    ],
+)
+def test_help_of_every_command_lists_its_settings_with_defaults(
+    command: str, kinds: tuple[type, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    known = set(read_line.partition("=")[0].strip() for read_line in shown.splitlines())
+    objects = {"metrics_writer", "pg_collection", "mamba_inference_state_config"}
+    options = {"seed", "return_log_probs", "return_prompt_tokens", "streaming"}  # of generate
+    renamed = {"streaming_interval", *({"max_tokens"} if command == "generate" else ())}
+    for kind in kinds:
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert names - objects - options - renamed <= known, kind
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+def test_settings_of_commands_have_the_defaults_of_the_calls_that_take_them() -> None:
+    of_fleet = {field.name: field.default for field in dataclasses.fields(FleetSettings)}
+    assert of_fleet == {name: FLEET_DEFAULTS[name] for name in FLEET_DEFAULTS if name != "launcher"}
+    assert JoinSettings().register_timeout_s == REGISTER_S
+    parameters = inspect.signature(DataParallelInferenceCoordinator).parameters
+    for field in dataclasses.fields(CoordinatorSettings):
+        if field.name not in ("data_parallel_size", "policy_options"):
+            default = parameters[field.name].default
+            assert getattr(default, "value", default) == field.default, field.name
+
+
+def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
+    rank = RankUse(
+        kv_bytes=3 * GIB,
+        weights_bytes=GIB,
+        **dict.fromkeys(("kv_on_host_bytes", "weights_on_host_bytes", "lora_base_bytes"), 0),
+        rss_bytes=0,
+        cpu_seconds=0.0,
+        wait_seconds=0.0,
+    )
+    nothing = fleet_stats(FleetResults(state="RUNNING", weights_version=0)).together
+    stats = dataclasses.replace(
+        nothing,
+        ranks=(rank, rank),
+        num_blocks_total=100,
+        block_size_tokens=16,
+        max_sequence_length=512,
+    )
+    lines = opening("http://127.0.0.1:80", "tiny", ServeConfig(api_key="k"), stats).splitlines()
+    assert lines[0] == (
+        "memory 2.00 GiB of weights, 6.00 GiB of KV cache (1,600 tokens; 512 at most in a sequence)"
+    )
+    assert lines[1:3] == [
+        "API    http://127.0.0.1:80/v1",
+        "watch  http://127.0.0.1:80/ (asks for the key)",
+    ]
+    assert lines[3].startswith('try    curl http://127.0.0.1:80/v1/completions -H "Authorization')
+    assert '"model": "tiny"' in lines[3]
+    assert lines[4] == "Ctrl-C to stop"
+
+
+def test_max_model_len_is_the_engines_longest_sequence_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, object] = {}
+
+    def started(**settings: object) -> None:
+        given.update(settings)
+        raise StartedError
+
+    monkeypatch.setattr(apis, "AsyncLLM", started)
+    for words, length in ((("max_model_len=64",), 64), (("max_sequence_length=32",), 32)):
+        with pytest.raises(StartedError):
+            main(["serve", directory(), "port=0", *words])
+        assert given["max_sequence_length"] == length
 
 
 def fault_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -103,6 +202,7 @@ def test_a_bad_template_of_the_model_is_found_before_an_engine_starts(
 ) -> None:
     chat_model.tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{")
+    (tmp_path / "config.json").write_text("{}")
     assert "the chat template cannot be read" in fault_of(capsys, str(tmp_path), "port=0")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rollout.cli.bench_serving import ServingLoad
-from rollout.cli.models import llm_kinds
+from rollout.cli.models import LLM_HINTS, LLM_KINDS
 from rollout.cli.settings import Parser, UsageError, fields_of, read_settings, value_of
-from rollout.config import CONFIG_HINTS, InferenceConfig
+from rollout.config import InferenceConfig
 from rollout.serve.config import ServeConfig
 
 
@@ -63,7 +63,7 @@ def test_a_value_of_another_type_is_refused(text: str, kind: Any, wanted: str) -
 )
 def test_read_settings_refuses_a_word_that_is_not_a_setting(word: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_settings([word], llm_kinds(), hints=CONFIG_HINTS)
+        read_settings([word], LLM_KINDS, hints=LLM_HINTS)
 
 
 def test_each_group_gets_its_own_settings() -> None:
@@ -93,16 +93,16 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def test_every_field_of_the_config_can_be_set() -> None:
-    not_text = {"metrics_writer", "pg_collection"}
+    not_text = {"metrics_writer", "pg_collection", "mamba_inference_state_config"}
     names = {field.name for field in dataclasses.fields(InferenceConfig)}
-    assert names - not_text <= set(llm_kinds())
+    assert names - not_text <= set(LLM_KINDS)
     defaults = read_settings(
         [
             f"{field.name}={getattr(default := default_of(field), 'value', default)}"
             for field in dataclasses.fields(InferenceConfig)
             if field.name not in not_text
         ],
-        llm_kinds(),
+        LLM_KINDS,
     )
     assert InferenceConfig(**defaults[0]) == InferenceConfig()
 

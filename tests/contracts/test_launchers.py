@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import resource
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -185,3 +187,29 @@ def test_a_terminated_engine_ends_for_good(place: Place) -> None:
     engine.terminate()
     engine.kill()
     assert place.ends.get(timeout=WAIT_S)[1]
+
+
+def test_local_launcher_raises_one_error_and_ends_all_if_the_system_refuses_a_process() -> None:
+    address: Future[str] = Future()
+    address.set_result("127.0.0.1:1")
+    job = EngineJob(
+        module="tests.launch.scripted_engine",
+        arguments={},
+        num_gpus=0,
+        address=address,
+        max_restarts=1,
+        start_timeout_s=WAIT_S,
+        on_end=lambda name, reason: None,
+    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(4096)) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[6], limits[1]))  # enough for three processes
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be started .*Too many open files"):
+            LocalLauncher().launch(job, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    supervisors = [thread for thread in threading.enumerate() if thread.name.endswith(" watch")]
+    for thread in supervisors:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "each has waited for the end of its process"

@@ -13,6 +13,7 @@ from torch import Tensor
 from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.library import load_library
 from rollout.backends.cpu.linear_ops import CpuOps
+from rollout.backends.cpu.native_weight import packed_bytes
 from rollout.backends.cpu.products import BUCKETS, LinearHandle, ProductRule, available_products
 from tests.contracts.implementations import prepared_handle
 
@@ -75,7 +76,7 @@ def test_products_follow_an_update_and_its_undo(name: str) -> None:
     ops, weight, x = ops_with(name), randn(24, 32), randn(5, 32, seed=1)
     old, new = weight.clone(), randn(24, 32, seed=2)
     handle = prepared_handle(ops, weight)
-    staged = ops.stage(handle, [new[:10], new[10:]])
+    staged = ops.stage(handle, [new[:10], new[10:]], packed_bytes)
     assert_product(ops, x, old, handle)
     before = ops.packed(handle)
     weight.copy_(new)
@@ -234,7 +235,7 @@ def test_a_repacked_weight_follows_an_update_and_its_undo(name: str, dtype: torc
     repacked = ops.repacked(handle)
     assert repacked is not None
     before, address = ops.linear(x, handle), weight.data_ptr()
-    staged = ops.stage(handle, [new[:20], new[20:]])
+    staged = ops.stage(handle, [new[:20], new[20:]], packed_bytes)
     repacked.undo(staged)  # nothing was taken yet
     assert torch.equal(ops.linear(x, handle), before)
     ops.refresh(handle, staged)
@@ -297,7 +298,7 @@ def test_exchanging_on_several_threads_is_the_same(name: str) -> None:
     handle = repacked_handle(ops, weight)
     torch.set_num_threads(3)
     try:
-        ops.refresh(handle, ops.stage(handle, [new]))
+        ops.refresh(handle, ops.stage(handle, [new], packed_bytes))
     finally:
         torch.set_num_threads(1)
     repacked = ops.repacked(handle)

@@ -73,6 +73,20 @@ def test_max_restarts_limits_restarts_in_a_row(caplog: pytest.LogCaptureFixture)
     assert "has ended (SIGKILL), after 3 restarts in a row" in caplog.text
 
 
+def test_a_restart_that_the_system_refuses_counts_to_max_restarts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script, ends = Script(("echo", 0)), []
+    process = supervised(script, max_restarts=2, on_end=ends.append)
+    process.started.result(WAIT_S)
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    script.children[0].kill()
+    process.join(WAIT_S)
+    assert ends == [-signal.SIGKILL]
+    assert caplog.text.count("engine 7 could not be restarted: the process /no/such/python") == 2
+    assert "has ended (SIGKILL), after 2 restarts in a row" in caplog.text
+
+
 def test_a_steady_child_resets_max_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervised_process, "STEADY_S", 0.0)
     script, ends = Script(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ def of_a_transport() -> Iterator[int]:
 
 @contextmanager
 def of_a_rendezvous() -> Iterator[int]:
-    rendezvous = RankRendezvous("cuda", 2)
+    rendezvous = RankRendezvous("cuda", 2, timeout_s=60.0)
     yield int(rendezvous.address)
     rendezvous.close()
 
@@ -72,6 +73,12 @@ def of_rank_0_without_an_agent() -> Iterator[int]:
 def test_open_store_listens_at_loopback_alone(opened: Callable[[], Any]) -> None:
     with opened() as port:
         assert {address for address, number in listeners() if number == port} == {LOOPBACK}
+
+
+def test_rank_rendezvous_waits_for_rank_0_for_its_timeout_s() -> None:
+    with pytest.raises(RuntimeError, match="100ms"):
+        RankRendezvous("cuda", 2, str(free_port()), timeout_s=0.1)
+    RankRendezvous("cuda", 2, timeout_s=math.inf).close()
 
 
 def test_tcp_store_of_torch_listens_at_every_address() -> None:

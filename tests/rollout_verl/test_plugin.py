@@ -290,6 +290,12 @@ def test_engine_server_generates_aborts_waits_updates_and_sleeps(verl: SimpleNam
         await server.resume_kv_cache()
         assert (await generate(8)).token_ids == short.token_ids
 
+        await server.sleep()
+        await server.wake_up()
+        waiting = asyncio.ensure_future(generate(8))
+        await server.update_weights(directory(), global_steps=5)
+        assert (await waiting).token_ids == short.token_ids, "it waited for the weights"
+
     asyncio.run(run())
 
 

@@ -1,4 +1,4 @@
-"""LLMs without a model in a given state, and finished requests made by hand."""
+"""LLMs without a model in a given state, finished requests made by hand, and a wandb run."""
 
 from __future__ import annotations
 
@@ -85,3 +85,28 @@ def finished_request(
         request.kv_spans.append(1, version)
     request.freeze_versions(versions[-1] if versions else 0)
     return request
+
+
+class FakeWandbRun:
+    """Records the calls of a wandb run."""
+
+    offline, dir = True, "wandb/offline-run/files"
+
+    def __init__(self) -> None:
+        self.axes: dict[str, str | None] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.alerts: list[tuple[str, str, str]] = []
+        self.exit_code: int | None = None
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any]) -> None:
+        self.rows.append(data)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        self.exit_code = exit_code
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        self.alerts.append((title, text, level))

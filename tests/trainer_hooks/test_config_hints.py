@@ -13,8 +13,8 @@ from rollout.keyword_hints import field_types
 from tests.installed import needs
 from trainer_hooks.train import config_loading
 from trainer_hooks.train.config_loading import dataclass_of, load_dataclass
-from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.overrides import checked_overrides
 from trainer_hooks.train.settings import ProducerSettings
 
 pytestmark = needs("reasoning_gym")

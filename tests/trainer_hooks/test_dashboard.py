@@ -36,6 +36,12 @@ def made_up_rows(num_rows: int = 120) -> list[dict[str, Any]]:
                 "policy_staleness/hist/1": 8_904,
                 "policy_staleness/hist/2": 1_377,
                 "completions/tokens_per_s": 12_480.0 + 90 * (step % 5),
+                "completions/mean_length": 143.2,
+                "completions/clipped_ratio": 0.12,
+                "train/entropy": 1.234,
+                "train/approx_kl": 0.00012,
+                "train/grad_norm": 0.451,
+                "train/learning_rate": 1.25e-6,
                 "train/tokens_per_s": 11_920.0,
                 "engine/idle_share": 0.031,
                 "timing_s/step": 1.24,
@@ -125,6 +131,27 @@ def test_dashboard_resets_counts_that_a_row_lacks() -> None:
     assert "filtered" not in text_of(dashboard)
 
 
+def test_dashboard_shows_no_gradient_of_an_earlier_step() -> None:
+    dashboard = Dashboard(Console(file=io.StringIO()))
+    dashboard.show({"trainer/step": 1, "train/grad_norm": 0.5, "train/learning_rate": 1e-6})
+    assert "grad 0.50   lr 1e-06" in text_of(dashboard)
+    dashboard.show({"trainer/step": 2, "train/learning_rate": 1e-6})
+    assert "grad" not in text_of(dashboard)
+    assert "lr 1e-06" in text_of(dashboard)
+
+
+def test_dashboard_announces_in_place_of_an_earlier_text() -> None:
+    output = io.StringIO()
+    dashboard = Dashboard(Console(file=output, force_terminal=True, width=80, height=24))
+    dashboard.announce("stopping soon")
+    assert "stopping soon" in output.getvalue(), "before the dashboard is drawn"
+    dashboard.show({"trainer/step": 1})
+    dashboard.announce("stopping now")
+    dashboard.close()
+    assert text_of(dashboard).startswith("stopping now")
+    assert "stopping now" in output.getvalue()
+
+
 def test_dashboard_draws_no_reward_of_a_failed_batch() -> None:
     dashboard = Dashboard(Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
     dashboard.show({"trainer/step": 1, "reward": math.nan})
@@ -139,7 +166,8 @@ def test_dashboard_recall_continues_the_curve_of_a_resumed_run() -> None:
     dashboard = Dashboard(Console(file=io.StringIO()))
     dashboard.recall([{"reward": 0.75}, {"reward": None}, {"eval/greedy_reward": 0.5}])
     dashboard.show({"trainer/step": 7, "reward": 0.25})
-    assert "now 0.250   best 0.750   held out 0.500" in text_of(dashboard)
+    assert "now 0.250   best 0.750" in text_of(dashboard)
+    assert "held out 0.500" in text_of(dashboard)
 
 
 def test_dashboard_leaves_missing_values_out() -> None:
@@ -179,13 +207,17 @@ def test_dashboard_fits_the_terminal_and_gives_samples_the_remaining_lines(
     for row in made_up_rows(30):
         dashboard.show(row)
     dashboard.show_engines({"own": made_up_engines()["0"]})
-    dashboard.show_progress(312, 512)
+    dashboard.show_progress(312, 512, reward=0.625)
     dashboard.show_samples(long_samples())
     lines = text_of(dashboard, width, height).splitlines()
     assert len(lines) <= height
     assert {cell_len(line) for line in lines} == {width}
     shown = "\n".join(lines)
-    for part in ("312 of 512 rollouts", "tokens/s trained on", "running", "■ train"):
+    for part in (
+        "312 of 512 samples", "next batch 0.625", "tokens/s sampled", "trained on", "running",
+        "■ train", "length 143 (12% cut)", "entropy 1.23", "approx_kl 1.2e-04", "grad 0.45",
+        "lr 1.3e-06",
+    ):  # fmt: skip
         assert part in shown, part
     assert shown.count("reward 0.500  (right 1.000, length -)") == num_samples
     assert "\x1b" not in shown, "a completion cannot steer the terminal"
@@ -199,8 +231,8 @@ def test_dashboard_sums_up_engines_and_bins_if_lines_are_few() -> None:
     dashboard.show_engines({str(rank): engine for rank in range(40)})
     shown = text_of(dashboard, 80, 24)
     assert "and 36 more" in shown
-    assert "3+" in shown
-    assert "70%" in shown, "ages 3 to 9"
+    assert "7+" in shown
+    assert "30%" in shown, "ages 7 to 9"
     assert "and" not in text_of(dashboard).split("and producer")[1]
 
 
@@ -248,14 +280,14 @@ def test_dashboard_stage_shows_progress_of_the_next_batch_and_time_left() -> Non
     now = [100.0]
     dashboard = Dashboard(Console(file=io.StringIO()), clock=lambda: now[0])
     dashboard.start_stage("GRPO", 20)
-    dashboard.show({"trainer/step": 11})  # a resumed run's first step
-    dashboard.show({"trainer/step": 12, "reward": 0.5})
+    for step in (11, 12):  # a resumed run's first steps
+        now[0] += 65.0
+        dashboard.show({"trainer/step": step, "reward": 0.5})
     dashboard.show_progress(312, 512, "train")
-    now[0] += 130.0
     shown = text_of(dashboard)
-    assert "312 of 512 rollouts" in shown
+    assert "312 of 512 samples" in shown
     assert "training" in shown
     assert "elapsed 2:10, left 8:40" in shown  # 2 steps took 130 s, 8 are left
     dashboard.show({"trainer/step": 13})
-    assert " 0 of 512 rollouts" in text_of(dashboard), "a new step begins"
+    assert " 0 of 512 samples" in text_of(dashboard), "a new step begins"
     assert (minutes(7), minutes(3787)) == ("0:07", "1:03:07")

@@ -18,7 +18,7 @@ from tests.apis.fleets import weights, with_fleet
 from tests.tiny_models import IS_LONG, prompt_of
 from tests.trainer_hooks.producer.fake_llm import FakeLLM
 from tests.trainer_hooks.producer.test_bound import check_bound
-from trainer_hooks.evaluate import evaluate
+from trainer_hooks.evaluation import evaluate
 from trainer_hooks.producer import AsyncRolloutProducer, RolloutLLM
 from trainer_hooks.rewards import RewardFunctionError
 from trainer_hooks.rollouts import Rollout

@@ -12,7 +12,7 @@ from rollout import ConfigError
 from trainer_hooks import OffPolicyCorrection, PolicyLossConfig, ReferenceSettings, UpdateSettings
 from trainer_hooks.losses.config import LOSS_HINTS
 from trainer_hooks.update.micro_batches import UPDATE_HINTS
-from trainer_hooks.update.reference import REFERENCE_HINTS
+from trainer_hooks.update.settings import REFERENCE_HINTS
 
 TABLES: list[tuple[Any, Mapping[str, str]]] = [
     (PolicyLossConfig, LOSS_HINTS),

@@ -15,10 +15,11 @@ from trainer_hooks.train import Dashboard, watch_step
 
 
 class WatchedLLM(FakeLLM):
-    """A fake LLM whose two rollouts of a prompt take ten seconds each, one per token."""
+    """A fake LLM whose first samples take the given seconds, and later ones a second."""
 
-    def __init__(self) -> None:
-        super().__init__(num_tokens=10)
+    def __init__(self, *seconds: float) -> None:
+        own = iter(seconds)
+        super().__init__(lambda: next(own, 1.0), num_tokens=1)
         self.num_asked = 0
 
     async def stats(self) -> Any:
@@ -27,7 +28,8 @@ class WatchedLLM(FakeLLM):
 
 
 def shown_during_a_batch(is_terminal: bool) -> tuple[list[tuple[int, int]], str, WatchedLLM]:
-    output, llm = io.StringIO(), WatchedLLM()
+    # Two samples each of three prompts. After 8 seconds one of each has ended, and one whole group.
+    output, llm = io.StringIO(), WatchedLLM(5.0, 30.0, 5.0, 6.0, 5.0, 30.0)
     view = Dashboard(Console(file=output, width=120, force_terminal=is_terminal))
     progress = []
 
@@ -51,7 +53,8 @@ def shown_during_a_batch(is_terminal: bool) -> tuple[list[tuple[int, int]], str,
 def test_watch_step_refreshes_a_terminal_while_a_batch_is_generated() -> None:
     progress, shown, llm = shown_during_a_batch(is_terminal=True)
     assert progress == [(0, 6), (0, 6)], "after the batch comes the next one"
-    assert "0 of 6 rollouts" in shown
+    assert "4 of 6 samples" in shown, "also of groups that have not ended"
+    assert "next batch 1.000" in shown
     assert "running" in shown
     assert llm.num_asked >= 2
 

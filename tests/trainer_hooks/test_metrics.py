@@ -4,7 +4,6 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from rollout.errors import ConfigError
 from rollout.telemetry import MetricsWriter
-from tests.trainer_hooks.fakes import finished_request
+from tests.trainer_hooks.fakes import FakeWandbRun, finished_request
 from trainer_hooks import MetricsLogger, collate_rollouts
 from trainer_hooks.metrics import (
     JsonlWriter,
@@ -20,25 +19,8 @@ from trainer_hooks.metrics import (
     read_jsonl,
     rollout_metrics,
 )
+from trainer_hooks.metrics.console import LONGEST_SILENCE_S
 from trainer_hooks.metrics.wandb_run import declare_axes
-
-
-class FakeWandbRun:
-    """Records the calls of a wandb run."""
-
-    def __init__(self) -> None:
-        self.axes: dict[str, str | None] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.exit_code: int | None = None
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, data: dict[str, Any]) -> None:
-        self.rows.append(data)
-
-    def finish(self, exit_code: int | None = None) -> None:
-        self.exit_code = exit_code
 
 
 def test_rollout_metrics_by_hand() -> None:
@@ -195,3 +177,14 @@ def test_progress_view_without_a_terminal_prints_each_interval_and_the_end() -> 
     for step in (1, 2, 2, 3):
         view.show({"trainer/step": step, "reward": step})
     assert [line.split()[1] for line in output.getvalue().splitlines()] == ["2/3", "3/3"]
+
+
+def test_progress_view_without_a_terminal_prints_slow_steps_in_one_line_each() -> None:
+    output, now = io.StringIO(), [0.0]
+    view = ProgressView(Console(file=output, width=20), clock=lambda: now[0])
+    view.start_stage("GRPO", 9)
+    for step, seconds in ((1, 10.0), (2, LONGEST_SILENCE_S), (3, 10.0), (4, 10.0)):
+        now[0] += seconds
+        view.show({"trainer/step": step, "reward": 0.5})
+    (line,) = output.getvalue().splitlines()
+    assert line.startswith("GRPO 2/9  reward 0.500  elapsed 1:10")

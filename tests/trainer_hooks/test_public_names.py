@@ -12,7 +12,7 @@ import trainer_hooks
 def test_all_lists_what_trainer_hooks_has_and_no_deprecated_name() -> None:
     names = trainer_hooks.__all__
     assert len(names) == len(set(names))
-    assert [name for name in names if name not in vars(trainer_hooks)] == []
+    assert [name for name in names if not hasattr(trainer_hooks, name)] == []
     assert not set(names) & set(trainer_hooks._RENAMED)
 
 

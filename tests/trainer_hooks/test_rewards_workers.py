@@ -47,6 +47,21 @@ def test_reward_function_with_wrong_results_in_a_process_is_a_config_error() -> 
     asyncio.run(work())
 
 
+def test_reward_worker_that_the_system_refuses_is_a_failed_call_that_is_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        with RewardRunner(lengths, workers=1, max_attempts=2) as runner:
+            with monkeypatch.context() as patch:
+                patch.setattr("sys.executable", "/no/such/python")
+                assert math.isnan(await score_one(runner, "x"))
+            assert "cannot be started" in str(runner.last_error)
+            assert runner.num_failed_calls == 2
+            assert await score_one(runner, "xyz") == 3.0
+
+    asyncio.run(work())
+
+
 def test_reward_workers_serve_one_event_loop_after_another() -> None:
     async def epoch() -> list[float]:
         return await asyncio.gather(*[score_one(runner, "x" * i) for i in range(3)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollout.errors import ConfigError
-from rollout.requests import DynamicInferenceRequest, Status
+from rollout.requests import DynamicInferenceEventType, DynamicInferenceRequest, Status
 from tests.trainer_hooks.fakes import finished_request
 from trainer_hooks import PromptItem, RewardRunner, collate_rollouts, group_advantages
 from trainer_hooks.rewards import WeightedRewards, score_rollouts
@@ -71,6 +71,9 @@ def test_rollout_with_a_failed_turn_has_failed() -> None:
     turns[-1] = finished_request(
         turns[-1].prompt_tokens.tolist(), [30], versions=[1], status=Status.FAILED
     )
+    turns[-1].add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, RuntimeError("no memory"))
+    assert Rollout(turns).error == "RuntimeError('no memory')"
+    assert Rollout(three_turns()).error is None
     batch = collate_rollouts([Rollout(turns)], [1.0], train_version=2)
     assert not batch.mask_BT.any()
     assert batch.rewards_B.isnan().all()
@@ -150,6 +153,7 @@ def test_select_keeps_the_rewards_of_the_rows_rollouts() -> None:
 
 def test_rollout_with_a_failure_is_a_row_without_trained_tokens() -> None:
     failed = [Rollout([], failure="reset_error"), Rollout(three_turns(), failure="step_timeout")]
+    assert [rollout.error for rollout in failed] == ["reset_error", "step_timeout"]
     batch = collate_rollouts([*failed, *three_turns()[:1]], [1.0, 1.0, 1.0], train_version=2)
     assert batch.lengths_B.tolist() == [0, 11, 5]
     assert batch.rewards_R.isnan().tolist() == [True, True, False]

@@ -35,8 +35,19 @@ def read_payloads(path: Path) -> Iterator[bytes]:
             parts = []
 
 
-def read_history(directory: Path, deadline_s: float = 30.0) -> list[dict[str, Any]]:
-    """Return the logged rows, with NaN as None and without wandb's own keys, which begin with _.
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    """Return the logged rows, with NaN as None and without wandb's own keys, which begin with _."""
+    return [_values(history.item) for history in read_records(directory, "history")]
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """Return the run's summary, without wandb's own keys."""
+    updates = [_values(summary.update) for summary in read_records(directory, "summary")]
+    return {name: value for update in updates for name, value in update.items()}
+
+
+def read_records(directory: Path, kind: str, deadline_s: float = 30.0) -> list[Any]:
+    """Return the records of a kind, such as "history", "summary" or "alert".
 
     Waits for the run's last record: wandb's process may still be writing when `finish` returns.
     """
@@ -52,11 +63,13 @@ def read_history(directory: Path, deadline_s: float = 30.0) -> list[dict[str, An
         assert time.monotonic() < end_s, f"no end of the run in {path}; it holds {kinds}"
         time.sleep(0.05)
     return [
-        {
-            key: json.loads(item.value_json, parse_constant=lambda _: None)
-            for item in record.history.item
-            if not (key := item.key or "/".join(item.nested_key)).startswith("_")
-        }
-        for record, kind in zip(records, kinds, strict=True)
-        if kind == "history"
+        getattr(record, kind) for record, own in zip(records, kinds, strict=True) if own == kind
     ]
+
+
+def _values(items: Any) -> dict[str, Any]:
+    return {
+        key: json.loads(item.value_json, parse_constant=lambda _: None)
+        for item in items
+        if not (key := item.key or "/".join(item.nested_key)).startswith("_")
+    }

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from rollout import SamplingParams
+from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.library import load_library
+from rollout.backends.cpu.native_weight import NativeWeight, packed_bytes
 from rollout.models import CausalLM, build_model, save_hf_directory
 from tests.tiny_models import generate_all, prompt_of, tiny_engine, tiny_model
 
@@ -59,6 +61,26 @@ def served(dtype: str = "auto", **config: Any) -> tuple[Any, CausalLM]:
 
 def weights_of(seed: int) -> dict[str, Tensor]:
     return dict(trainer(seed).named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_inputs", [7, 8, 19, 64])
+@pytest.mark.parametrize("rows", [(64,), (32, 96), (24, 40, 7), (1,)])
+def test_native_weight_has_each_number_at_its_place_in_a_panel(
+    rows: tuple[int, ...], num_inputs: int, dtype: torch.dtype
+) -> None:
+    library = load_library()
+    assert library is not None
+    parts = [torch.randn(count, num_inputs).to(dtype) for count in rows]
+    weight_NK = torch.cat(parts)
+    for lanes in (8, 16):
+        packed = NativeWeight.copy_of(Kernels(library), parts, lanes, packed_bytes)
+        num_missing = -len(weight_NK) % (2 * lanes)
+        padded_PWK = torch.nn.functional.pad(weight_NK, (0, 0, 0, num_missing))
+        padded_PWK = padded_PWK.view(-1, 2 * lanes, num_inputs)
+        assert torch.equal(packed.panels_PKW, padded_PWK.transpose(1, 2))
+        assert torch.equal(packed.to_dense(), weight_NK)
+        assert torch.equal(packed.read(0, 1), weight_NK[:1])
 
 
 def test_repacked_weights_have_the_checksum_and_tokens_of_plain_ones() -> None:

@@ -186,11 +186,11 @@ FAULTS: dict[str, tuple[Source, type[BaseException], str]] = {
         f"checking '{GATE}' failed with RuntimeError: bad read",
     ),
     "pack": (
-        failing(GATE, "cat", RuntimeError("no memory")),
+        failing(GATE, "to", RuntimeError("no memory")),
         WeightUpdateError,
         "packing 'model.layers.1.mlp.gate_up' failed with RuntimeError: no memory",
     ),
-    "interrupted pack": (failing(GATE, "cat", KeyboardInterrupt()), KeyboardInterrupt, "^$"),
+    "interrupted pack": (failing(GATE, "to", KeyboardInterrupt()), KeyboardInterrupt, "^$"),
     **{
         f"copy of {name}": (
             failing(name, "copy_", RuntimeError("lost device")),

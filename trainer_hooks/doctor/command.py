@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from rollout.errors import ConfigError
 from rollout.extras import extra_needed
 from rollout.requests import DynamicInferenceRequest
+from rollout.set_aside import set_aside
 from trainer_hooks.checkpoint import NUM_KEPT, read_trainer_state
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.doctor.diagnosis import Diagnosis, diagnose
@@ -61,10 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         diagnosis = examine_files(given)
     except ConfigError as error:
-        errors.print(f"error: {error}", style="red", highlight=False, markup=False)
+        errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return _USAGE_ERROR
     console.print(report(diagnosis))
     if given.json is not None:
+        if (earlier := set_aside(given.json)) is not None:
+            errors.print(f"moved the earlier {given.json} to {earlier}", highlight=False)
         given.json.write_text(json.dumps(diagnosis.as_json(), indent=2) + "\n", encoding="utf-8")
     return EXIT_CODES[diagnosis.verdict]
 
@@ -73,6 +76,11 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
     """Return the diagnosis of the files in the arguments. Raises ConfigError for unfit files."""
     older = dict(_version_and_path(pair) for pair in given.older)
     path, model_path = given.path, given.model
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist; give a run's directory, outputs/train/RUN_NAME/seed_0, or a "
+            "file that save_rollouts wrote"
+        )
     if path.is_dir():
         found = files_of_run(path)
         path, model_path, older = found.batch, model_path or found.model, {**found.older, **older}
@@ -133,8 +141,13 @@ def _version_and_path(pair: str) -> tuple[int, Path]:
     return int(version), Path(path)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_USAGE_ERROR, f"error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m trainer_hooks.doctor",
         description="Explain why the log-probs of trainer and engine differ.",
         epilog="Exit status: 0 sound, 1 a finding, 2 bad usage, 3 inconclusive.",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rollout.errors import ConfigError
+from rollout.models.spec import union_of_ids
 from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.collate import RolloutBatch, TrainedLogprobs
 from trainer_hooks.doctor import alignment_causes as alignment
@@ -122,7 +123,8 @@ def diagnose(
     `trainer_logprobs_BT`: log-probs that the trainer itself computed for the batch, with padding,
     packing and autocast. They are examined like the engine's.
     `prompt_ids`: the trainer's own rendering of each row's prompt.
-    `end_ids`: ids after which nothing may be generated.
+    `end_ids`: ids after which nothing may be generated. `min_tokens` forbids these and the end ids
+    of the model's configs.
     `engine_dtype`: dtype of the engine's computation; None takes the dtype of `model`.
     `max_tokens`: most tokens to examine, in rows evenly spread over the batch, but at least one
     row. Their logits are held in memory.
@@ -141,7 +143,9 @@ def diagnose(
     tokens = examined_tokens(chosen, turns)
     models = {version: evaluation_copy(m) for version, m in (older_models or {}).items()}
     models[batch.train_version] = evaluation_copy(model)
-    engine = engine_case(tokens, chosen, models, temperature, logprobs_mode, engine_dtype, model)
+    engine = engine_case(
+        tokens, chosen, models, temperature, logprobs_mode, engine_dtype, model, end_ids
+    )
     explanations: list[Explanation] = []
     if not any(fact.hides_logprobs for fact in facts):
         explanations = examine(engine)
@@ -167,14 +171,17 @@ def engine_case(
     logprobs_mode: TrainedLogprobs,
     dtype: torch.dtype | None,
     model: nn.Module,
+    end_ids: Sequence[int],
 ) -> Case:
     """Return the engine's case: the batch's behaviour log-probs and the reference for them.
 
-    `dtype`: dtype of the engine's computation; None takes the dtype of `model`.
+    `dtype`: dtype of the engine's computation; None takes the dtype of `model`. `end_ids`: end
+    tokens beside those of the model's configs.
     """
     reference = reference_of(tokens, models, temperature)
+    end_ids = union_of_ids(end_ids, *_end_ids_of(model))
     if logprobs_mode == "processed":
-        processed_N = sampling.processed_logprobs(tokens, reference, batch)
+        processed_N = sampling.processed_logprobs(tokens, reference, batch, end_ids)
         reference = replace(reference, stamped_N=processed_N)
     return Case(
         side="engine",
@@ -184,6 +191,7 @@ def engine_case(
         reference=reference,
         models=models,
         tolerance=rounding_in(dtype or _dtype_of(model), tokens, reference, models),
+        end_ids=end_ids,
     )
 
 
@@ -378,6 +386,12 @@ def _at(values: Sequence[Any] | None, rows: Tensor) -> list[Any] | None:
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
+
+
+def _end_ids_of(model: nn.Module) -> Iterator[Any]:
+    """Yield the end ids of the model's configs: an id, a list of ids or None."""
+    for name in ("config", "generation_config"):
+        yield getattr(getattr(model, name, None), "eos_token_id", None)
 
 
 def _vocabulary_of(model: nn.Module) -> int:

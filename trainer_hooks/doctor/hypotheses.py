@@ -36,7 +36,8 @@ class Case:
     """Log-probs that one side computed, `claimed_N`, and the reference that they should equal.
 
     Tokens without a known reference are ignored. `batch`: the examined rows. `models`: float32
-    models by weights version. `tolerance`: the gap that rounding explains.
+    models by weights version. `tolerance`: the gap that rounding explains. `end_ids`: end tokens of
+    requests that name none themselves.
     """
 
     side: Side
@@ -46,6 +47,7 @@ class Case:
     reference: Reference
     models: dict[int, nn.Module]
     tolerance: Tolerance
+    end_ids: Sequence[int]
 
     @property
     def gap_N(self) -> Tensor:

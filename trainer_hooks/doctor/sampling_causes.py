@@ -9,7 +9,7 @@ Shape letters: N tokens, V vocabulary, H tokens of the longest history.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,7 @@ def declared_causes(case: Case) -> Iterator[Hypothesis]:
     if declared:
         yield Hypothesis(
             name=reshaping_name(declared[0]),
-            predicted_N=processed_logprobs(case.tokens, case.reference, case.batch),
+            predicted_N=processed_logprobs(case.tokens, case.reference, case.batch, case.end_ids),
             evidence=(
                 f"the log-probs are those after {reshaping_text(declared[0])} "
                 "(logprobs_mode='processed'), the trainer's are those of the logits"
@@ -113,10 +113,14 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
     ]
 
 
-def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch) -> Tensor:
-    """Return the reference's log-probs after the declared truncation, penalties and biases.
+def processed_logprobs(
+    tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch, end_ids: Sequence[int]
+) -> Tensor:
+    """Return the reference's log-probs after the declared truncation, penalties, biases and
+    `min_tokens`.
 
-    Float64 [N]. `min_tokens` is not applied. Tokens of unknown sampling parameters are unchanged.
+    Float64 [N]. Tokens of unknown sampling parameters are unchanged. `end_ids`: end tokens of
+    requests that name none themselves.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -127,11 +131,27 @@ def processed_logprobs(tokens: ExaminedTokens, reference: Reference, batch: Roll
     logprobs_N, temperature = reference.stamped_N.clone(), reference.temperature
     for params, indices in own.items():
         logits_NV = penalized_logits(reference.logits_NV[indices], history.select(indices), params)
+        if params.min_tokens:
+            is_early_N = [tokens.num_generated_before(i) < params.min_tokens for i in indices]
+            logits_NV = without_ends(logits_NV, torch.tensor(is_early_N), params, end_ids)
         level = params.top_k, params.top_p, params.min_p
         kept_NV = kept_tokens(logits_NV, temperature, *level)
         logits_NV = logits_NV.masked_fill(~kept_NV, -torch.inf)
         logprobs_N[indices] = chosen_logprobs(logits_NV, tokens.id_N[indices], temperature)
     return logprobs_N
+
+
+def without_ends(
+    logits_NV: Tensor, is_early_N: Tensor, params: SamplingParams, end_ids: Sequence[int]
+) -> Tensor:
+    """Return logits without the request's end tokens where `min_tokens` forbids them, as
+    `is_early_N` says. `end_ids` is as in `processed_logprobs`."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ends.update(end_ids if params.termination_id is None else [params.termination_id])
+    is_end_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool)
+    is_end_V[[token_id for token_id in ends if 0 <= token_id < len(is_end_V)]] = True
+    return logits_NV.masked_fill(is_early_N[:, None] & is_end_V, -torch.inf)
 
 
 def penalized_logits(logits_NV: Tensor, history: Histories, params: SamplingParams) -> Tensor:

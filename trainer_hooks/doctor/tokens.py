@@ -78,6 +78,13 @@ class ExaminedTokens:
         turn = self.turn_of(index)
         return None if turn is None else turn.sampling_params
 
+    def num_generated_before(self, index: int) -> int:
+        """Return how many tokens the turn of token `index` had generated before it. The turn must
+        be known."""
+        turn = self.turn_of(index)
+        assert turn is not None, f"token {index} has no known turn"
+        return int(self.column_N[index]) - len(turn.prompt_tokens)
+
 
 def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[Turns]:
     """Return the requests of each batch row. Each token sequence of `sources` is one row."""

@@ -5,31 +5,20 @@ EnvironmentRollouts, a producer's `rollout_fn`, runs a user's ToolEnvironment or
 the model's Python programs. Used by users and by `trainer_hooks.train.task`.
 """
 
-from trainer_hooks.environments.conversation import Conversation
-from trainer_hooks.environments.episodes import EnvironmentRollouts, EpisodeLimits
-from trainer_hooks.environments.faults import EnvironmentFailed, EnvironmentFault
-from trainer_hooks.environments.protocol import (
-    Environment,
-    Message,
-    ModelTurn,
-    Step,
-    ToolCallError,
-    ToolSchema,
-)
-from trainer_hooks.environments.tools import ToolEnvironment, tool
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    "Conversation",
-    "Environment",
-    "EnvironmentFailed",
-    "EnvironmentFault",
-    "EnvironmentRollouts",
-    "EpisodeLimits",
-    "Message",
-    "ModelTurn",
-    "Step",
-    "ToolCallError",
-    "ToolEnvironment",
-    "ToolSchema",
-    "tool",
-]
+# Module -> the names that this package takes from it. The stub beside this file lists the same.
+_HOMES = {
+    "trainer_hooks.environments.conversation": "Conversation",
+    "trainer_hooks.environments.episodes": "EnvironmentRollouts EpisodeLimits",
+    "trainer_hooks.environments.faults": "EnvironmentFailed EnvironmentFault",
+    "trainer_hooks.environments.protocol": (
+        "Environment Message ModelTurn Step ToolCallError ToolSchema"
+    ),
+    "trainer_hooks.environments.tools": "ToolEnvironment tool",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

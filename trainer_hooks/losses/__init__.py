@@ -7,26 +7,19 @@ completion, right padded.
 Column t of a log-prob tensor is the log-prob of token t. The mask is 1 on the tokens trained on.
 """
 
-from trainer_hooks.losses.config import (
-    POLICY_LOSS_KINDS,
-    OffPolicyCorrection,
-    PolicyLossConfig,
-)
-from trainer_hooks.losses.corrections import correction_weights
-from trainer_hooks.losses.diagnostics import effective_sample_size
-from trainer_hooks.losses.kl import kl_estimate, token_rewards
-from trainer_hooks.losses.policy import policy_loss, value_loss
-from trainer_hooks.losses.terms import aggregate
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    "OffPolicyCorrection",
-    "POLICY_LOSS_KINDS",
-    "PolicyLossConfig",
-    "aggregate",
-    "correction_weights",
-    "effective_sample_size",
-    "kl_estimate",
-    "policy_loss",
-    "token_rewards",
-    "value_loss",
-]
+# Module -> the names that this package takes from it. The stub beside this file lists the same.
+_HOMES = {
+    "trainer_hooks.losses.config": "POLICY_LOSS_KINDS OffPolicyCorrection PolicyLossConfig",
+    "trainer_hooks.losses.corrections": "correction_weights",
+    "trainer_hooks.losses.diagnostics": "effective_sample_size",
+    "trainer_hooks.losses.kl": "kl_estimate token_rewards",
+    "trainer_hooks.losses.policy": "policy_loss value_loss",
+    "trainer_hooks.losses.terms": "aggregate",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,14 +10,12 @@ Shape letters: P prompts, G rollouts of one prompt (a group), B rollouts, T posi
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from rollout.errors import ConfigError
-
-AdvantageNormalization = Literal["std", "none"]
-AdvantageBaseline = Literal["mean", "leave_one_out"]
+from trainer_hooks.losses.config import AdvantageBaseline, AdvantageNormalization
 
 # Added to a deviation, as in verl, so that nearly equal rewards do not get advantages of size 1.
 STD_EPSILON = 1e-6

@@ -21,8 +21,9 @@ from rollout.ranges import (
     PositiveInt,
     check_fields,
 )
-from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
 
+AdvantageNormalization = Literal["std", "none"]
+AdvantageBaseline = Literal["mean", "leave_one_out"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 CorrectionMode = Literal["auto", "none", "truncate", "mask"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]

@@ -8,6 +8,7 @@ from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.jsonl import JsonlWriter, read_jsonl
 from trainer_hooks.metrics.logger import MetricsLogger
 from trainer_hooks.metrics.measure import rollout_metrics, step_metrics
+from trainer_hooks.metrics.step_warnings import WARNINGS, run_warnings
 from trainer_hooks.metrics.time_account import EngineUse, StepTimes, TimeAccount
 from trainer_hooks.metrics.wandb_run import start_wandb_run
 
@@ -19,9 +20,11 @@ __all__ = [
     "ProgressView",
     "StepTimes",
     "TimeAccount",
+    "WARNINGS",
     "read_histogram",
     "read_jsonl",
     "rollout_metrics",
+    "run_warnings",
     "start_wandb_run",
     "step_metrics",
 ]

@@ -7,16 +7,21 @@ dashboard where there is no terminal. It prints to a rich Console.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollout.extras import extra_needed
 from trainer_hooks.metrics.axes import TRAINER_STEP
+from trainer_hooks.metrics.figures import STEP_S, WINDOW_STEPS, step_seconds
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.metrics.step_warnings import WarningFilter
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
+
+LONGEST_SILENCE_S = 60.0
 
 # Format of each shown metric, by name.
 DEFAULT_COLUMNS = {
@@ -31,7 +36,8 @@ class ProgressView:
 
     `console`: where to print; None for standard output.
     `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
-    `line_interval`: number of steps between printed lines if the output is not a terminal.
+    `line_interval`: number of steps between printed lines if the output is not a terminal. Steps
+    that take long print a line each once LONGEST_SILENCE_S seconds have passed since the last one.
     `clock`: returns seconds, for the elapsed time.
 
     Raises ConfigError without the package rich.
@@ -49,18 +55,22 @@ class ProgressView:
         self._console = console or Console()
         self._columns = DEFAULT_COLUMNS if columns is None else columns
         self._line_interval, self._stage_clock = line_interval, StageClock(clock)
+        self._clock, self._printed_s = clock, clock()
         self._progress: Progress | None = None
         self._title = ""
         self._num_steps = 0
         self._step_name = TRAINER_STEP
         self._last_step: int | None = None
         self._latest: dict[str, Any] = {}
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._warnings = WarningFilter()
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
         """End the bar, if any, and begin one of `num_steps` that follows the metric `step_name`."""
         self.close()
         self._title, self._num_steps, self._step_name = title, num_steps, step_name
         self._latest, self._last_step = {}, None
+        self._recent.clear()
         self._stage_clock.start(num_steps)
         if not self._console.is_terminal:
             return
@@ -84,25 +94,37 @@ class ProgressView:
         self._progress.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics. A row without the stage's step only updates the values."""
+        """Show one row of metrics, and print its warnings in red.
+
+        A row without the stage's step only updates the values.
+        """
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
             self._columns[name].format(self._latest[name])
             for name in self._columns
             if self._latest.get(name) is not None
-        )
+        ).replace("  (", " (")
+        for text in self._warnings.due(metrics).values():
+            # The bar's console is this one, and prints above the bar.
+            self._console.print(
+                text, style="bold red", markup=False, highlight=False, soft_wrap=True
+            )
         step = metrics.get(self._step_name)
         if step:
-            self._stage_clock.reach(step)
+            if STEP_S in metrics:
+                self._recent.append(metrics)
+            self._stage_clock.reach(step, step_seconds(self._recent))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, values=values)
         elif step is not None and step != self._last_step and self._is_due(step):
             self._last_step = step
             line = f"{self._title} {step}/{self._num_steps}  {values}  {self._stage_clock.text()}"
-            self._console.print(line, highlight=False, markup=False)
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._printed_s = self._clock()
 
     def _is_due(self, step: int) -> bool:
-        return step % self._line_interval == 0 or step == self._num_steps
+        is_late = self._clock() - self._printed_s >= LONGEST_SILENCE_S
+        return step % self._line_interval == 0 or step == self._num_steps or is_late
 
     def close(self) -> None:
         """End the bar, leaving its last state on the screen. May be called twice."""

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_hooks.files import replace_text, set_aside
+from rollout.set_aside import set_aside
+from trainer_hooks.files import replace_text
 from trainer_hooks.metrics.axes import TRAINER_STEP
 
 
@@ -32,7 +33,7 @@ class JsonlWriter:
     ) -> None:
         self._path, self._max_bytes = Path(path), max_bytes
         for part in (self._path, rotated_path(self._path)):
-            if resume_step is None and part.exists() and part.stat().st_size:
+            if resume_step is None:
                 set_aside(part)
             rows = read_jsonl(part) if resume_step is not None and part.exists() else []
             kept = [row for row in rows if row.get(TRAINER_STEP, 0) <= resume_step]
@@ -73,12 +74,13 @@ def iterate_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(metrics), default=str) + "\n"
+    return json.dumps(finite(metrics), default=str) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return `value` with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, Mapping):
-        return {name: _finite(part) for name, part in value.items()}
+        return {name: finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

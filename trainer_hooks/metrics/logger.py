@@ -16,6 +16,7 @@ from rollout.errors import ConfigError
 from rollout.telemetry import ObserverGuard
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.jsonl import JsonlWriter
+from trainer_hooks.metrics.step_warnings import WARNINGS, WarningFilter
 from trainer_hooks.metrics.wandb_run import as_table, with_histograms
 
 
@@ -28,6 +29,15 @@ class WandbRun(Protocol):
 
     def finish(self, exit_code: int | None = None) -> Any:
         """Write pending rows and close the run."""
+        ...
+
+    def alert(self, title: str, text: str, level: str) -> Any:
+        """Record an alert, which the W&B app shows and may send on."""
+        ...
+
+    @property
+    def summary(self) -> Any:
+        """The run's final figures; `update(figures)` adds some."""
         ...
 
 
@@ -47,7 +57,8 @@ class MetricsLogger:
     """Writes each row of metrics to its sinks: a JSONL file, a wandb run and a view, if given.
 
     It also serves as `metrics_writer` of an InferenceConfig. Rows without a step or version, such
-    as the engine's, get the latest ones. Histogram columns also go to wandb as histograms.
+    as the engine's, get the latest ones. Histogram columns also go to wandb as histograms, and
+    warnings as alerts.
     As a context manager it closes all sinks at the end, also after an exception.
     An error of the wandb run or the view is logged once, and rows still go to the other sinks.
     Errors of the JSONL file are raised, since a resumed run needs it.
@@ -69,13 +80,15 @@ class MetricsLogger:
         self._wandb, self._wandb_guard = wandb, ObserverGuard("the wandb run")
         self._console, self._console_guard = console, ObserverGuard("the view of the metrics")
         self._axes: dict[str, int] = {}
+        self._warnings = WarningFilter()
 
     def log(
-        self, metrics: Mapping[str, float], step: int | None = None, version: int | None = None
+        self, metrics: Mapping[str, Any], step: int | None = None, version: int | None = None
     ) -> None:
         """Write one row with `step` as `trainer/step` and `version` as `rollout/version`.
 
-        None takes the latest step or version that was given, if any.
+        None takes the latest step or version that was given, if any. `metrics`: numbers by name,
+        and under `warnings` texts by kind (`step_warnings`).
         """
         if step is not None:
             self._axes[TRAINER_STEP] = step
@@ -85,9 +98,19 @@ class MetricsLogger:
         if self._jsonl is not None:
             self._jsonl.log(row)
         if self._wandb is not None:
-            self._wandb_guard.call(lambda run: run.log(with_histograms(row)), self._wandb)
+            self._wandb_guard.call(self._send, self._wandb, row)
         if self._console is not None:
             self._console_guard.call(self._console.show, row)
+
+    def _send(self, run: WandbRun, row: Mapping[str, Any]) -> None:
+        run.log(with_histograms({name: row[name] for name in row if name != WARNINGS}))
+        for kind, text in self._warnings.due(row).items():
+            run.alert(kind.replace("_", " "), text, "WARN")
+
+    def log_summary(self, figures: Mapping[str, Any]) -> None:
+        """Write the final figures of a run to the summary of the wandb run, if there is one."""
+        if self._wandb is not None:
+            self._wandb_guard.call(lambda run: run.summary.update(dict(figures)), self._wandb)
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:

@@ -15,6 +15,7 @@ import torch
 
 from rollout.errors import ConfigError
 from trainer_hooks.collate import RolloutBatch
+from trainer_hooks.metrics.figures import rate
 from trainer_hooks.metrics.histogram import histogram_columns
 from trainer_hooks.metrics.time_account import StepTimes
 
@@ -75,16 +76,15 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the times of a step, and its tokens per second.
 
-    Generated tokens are divided by the seconds spent on "generate", or by the step's wall time if
-    there are none, as when engines generate while the trainer trains. Trained tokens are divided
-    by the step's wall time.
+    Both rates divide by the step's wall time, however it was spent: engines may have generated a
+    batch while the trainer trained on the one before.
+    `num_generated_tokens`: sampled tokens of the step's batch. `num_trained_tokens`: its tokens
+    that were trained on.
     """
-    metrics, wall_s = times.as_metrics(), max(times.wall_s, 1e-9)
     return {
-        **metrics,
-        "completions/tokens_per_s": num_generated_tokens
-        / (metrics.get("timing_s/generate") or wall_s),
-        "train/tokens_per_s": num_trained_tokens / wall_s,
+        **times.as_metrics(),
+        "completions/tokens_per_s": rate(num_generated_tokens, times.wall_s),
+        "train/tokens_per_s": rate(num_trained_tokens, times.wall_s),
     }
 
 

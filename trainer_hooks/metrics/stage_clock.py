@@ -7,7 +7,11 @@ by `minutes`.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import fmean
+
+from trainer_hooks.metrics.figures import WINDOW_STEPS, time_left_s
 
 
 class StageClock:
@@ -15,25 +19,31 @@ class StageClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_steps = 0
+        self._num_steps = self._step = 0
         self._start_s: float | None = None
-        self._first_step: int | None = None
-        self._step = 0
+        self._reached_s = 0.0
+        self._step_s: float | None = None
+        self._own_s: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def start(self, num_steps: int | None) -> None:
         """Begin a stage of `num_steps`; None if the number is not known."""
         self._num_steps, self._start_s = num_steps or 0, self._clock()
-        self._first_step, self._step = None, 0
+        self._reached_s, self._step, self._step_s = self._start_s, 0, None
+        self._own_s.clear()
 
-    def reach(self, step: int) -> None:
-        """Record that `step`, counted from 1, is done.
+    def reach(self, step: int, step_s: float | None = None) -> None:
+        """Record that `step`, counted from 1, is done. A repeated step is ignored.
 
-        Steps before the first recorded one are not in the time of this stage, since a resumed run
-        continues at a later step.
+        `step_s`: the time of a step, as `step_seconds` gives it; None takes the mean of this
+        stage's latest steps by the clock.
         """
-        if self._first_step is None:
-            self._first_step = max(step - 1, 0)
-        self._step = step
+        if step == self._step:
+            return
+        # The first recorded step of a resumed run is a later one, and took the time since `start`.
+        now_s, num_new = self._clock(), step - self._step if self._step else 1
+        self._own_s.append((now_s - self._reached_s) / max(num_new, 1))
+        self._step, self._reached_s = step, now_s
+        self._step_s = fmean(self._own_s) if step_s is None else step_s
 
     def text(self) -> str:
         """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun.
@@ -43,12 +53,13 @@ class StageClock:
         """
         if self._start_s is None:
             return ""
-        elapsed_s = self._clock() - self._start_s
-        num_done = self._step - (self._first_step or 0)
+        now_s = self._clock()
+        elapsed = f"elapsed {minutes(now_s - self._start_s)}"
         num_left = self._num_steps - self._step
-        if num_done < 1 or num_left < 1:
-            return f"elapsed {minutes(elapsed_s)}"
-        return f"elapsed {minutes(elapsed_s)}, left {minutes(elapsed_s / num_done * num_left)}"
+        if self._step_s is None or num_left < 1:
+            return elapsed
+        left_s = time_left_s(self._step_s, num_left, now_s - self._reached_s)
+        return f"{elapsed}, left {minutes(left_s)}"
 
 
 def minutes(seconds: float) -> str:

@@ -202,8 +202,8 @@ class AdmissionOrder(BatchOrder):
         return not self._open
 
     @property
-    def num_finished_groups(self) -> int:
-        return len(self._open[0].finished) if self._open else 0
+    def next_pool(self) -> OpenBatch | None:
+        return self._open[0] if self._open else None
 
     @property
     def num_waiting_batches(self) -> int:

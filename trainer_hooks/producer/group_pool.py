@@ -8,6 +8,7 @@ back each of them.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -54,12 +55,17 @@ class GroupParts:
     on_change: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class BegunGroup:
-    """A group in progress. `version`: version that all engines had when it began."""
+    """A group in progress. Written by the pool that begins it.
+
+    `version`: version that all engines had when it began. `num_finished_samples`: samples that have
+    ended and are not scored yet.
+    """
 
     ticket: PromptTicket
     version: int
+    num_finished_samples: int = 0
 
 
 class GroupPool(ABC):
@@ -89,6 +95,21 @@ class GroupPool(ABC):
         Called after the end of each group.
         """
 
+    @property
+    def num_finished_samples(self) -> int:
+        """Number of samples that the next batch has so far, of finished groups and of groups in
+        progress. Groups beyond the batch do not count.
+        """
+        finished = [len(group.rewards) for group in self.finished]
+        running = [begun.num_finished_samples for begun in self.running.values()]
+        return sum([*finished, *sorted(running, reverse=True)][: self._rules.num_groups])
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward of the samples in the finished groups; NaN if none is valid."""
+        rewards = [reward for group in self.finished for reward in group.valid_rewards]
+        return sum(rewards) / len(rewards) if rewards else math.nan
+
     def take_error(self) -> BaseException | None:
         """Return and clear the error that stopped the pool. The next `fill` continues."""
         error, self.error = self.error, None
@@ -108,15 +129,24 @@ class GroupPool(ABC):
         ticket = self._ledger.issue()
         if ticket is None:
             return False
-        task = self._spawn(self._make(ticket))
-        self.running[task] = BegunGroup(ticket=ticket, version=version)
+        begun = BegunGroup(ticket=ticket, version=version)
+        task = self._spawn(self._make(begun))
+        self.running[task] = begun
         task.add_done_callback(self._record_end)
         return True
 
-    async def _make(self, ticket: PromptTicket) -> ScoredGroup | None:
-        item, num_reissues = self._ledger.item(ticket), self._ledger.num_reissues(ticket)
+    async def _make(self, begun: BegunGroup) -> ScoredGroup | None:
+        ticket = begun.ticket
+
+        def report_finished(num_finished: int) -> None:
+            begun.num_finished_samples = num_finished
+
         group = await self._maker.make(
-            ticket, item, lambda fate: self.counts.update([fate]), num_reissues
+            ticket,
+            self._ledger.item(ticket),
+            lambda fate: self.counts.update([fate]),
+            self._ledger.num_reissues(ticket),
+            report_finished,
         )
         if group is None or not self._rules.filters:
             return group
@@ -195,8 +225,8 @@ class GroupPool(ABC):
         if self.counts["reward_failed"]:
             cause = self._maker.last_reward_error
             of_failed = f" (the reward function's last error was {cause!r})"
-        elif self.counts["failed"] and cause is not None:
-            of_failed = f" (the last request's error was {cause!r})"
+        elif self.counts["failed"]:
+            of_failed = f" (the last one: {self._maker.last_failure})"
         error = ProducerError(
             f"a batch of {self._rules.num_groups} groups needed more than max_refills="
             f"{self._rules.max_refills} replacements: {self.counts['filtered']} groups were "

@@ -1,6 +1,6 @@
 """GroupMaker: samples a group of rollouts of one prompt and scores them.
 
-Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluate` uses `sample_rollouts`, and
+Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluation` uses `sample_rollouts`, and
 environments generate their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner,
 and keeps no group.
 """
@@ -8,6 +8,9 @@ and keeps no group.
 from __future__ import annotations
 
 import asyncio
+import inspect
+import itertools
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +28,15 @@ from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
 from trainer_hooks.rollouts import Rollout, as_rollout
 
+logger = logging.getLogger(__name__)
+
 
 class GeneratesAsync(Protocol):
-    """The part of AsyncLLM that a producer uses. Cancelling `generate` aborts its requests."""
+    """The part of AsyncLLM that a producer uses. Cancelling `generate` aborts its requests.
+
+    If `generate` also has AsyncLLM's parameter `on_finished`, a producer counts each sample when it
+    ends; else it counts all samples of a prompt at their end.
+    """
 
     @property
     def weights_version(self) -> int: ...
@@ -154,6 +163,7 @@ class GroupMaker:
     epoch, attempt), and `generate` mixes in the sample's index. A prompt whose group grew too old
     gets later attempt numbers: with equal seeds its new group would be equally slow.
     `last_request_error`: the latest error of a failed request; None without one.
+    `last_failure`: why the latest prompt failed in all its attempts; None if none did.
     """
 
     def __init__(
@@ -174,6 +184,8 @@ class GroupMaker:
         self._rollout_fn, self._tokenizer = rollout_fn, tokenizer
         self._min_valid_samples, self._max_attempts = min_valid_samples, max_attempts
         self.last_request_error: BaseException | None = None
+        self.last_failure: str | None = None
+        self._num_failed = 0
 
     @property
     def last_reward_error(self) -> BaseException | None:
@@ -186,31 +198,54 @@ class GroupMaker:
         item: PromptItem,
         count: Callable[[str], None],
         num_reissues: int = 0,
+        report_finished: Callable[[int], None] = lambda num_finished: None,
     ) -> ScoredGroup | None:
         """Return the group, or None if no attempt had enough valid samples or scoring failed.
 
         Calls `count("retried")` for each attempt after the first, and `count("reward_failed")` if
-        scoring failed. Raises the errors of generation, and RewardFunctionError.
+        scoring failed. Calls `report_finished` with the number of samples that the attempt in
+        progress has finished. Raises the errors of generation, and RewardFunctionError.
         """
         for attempt in range(self._max_attempts):
             if attempt:
                 count("retried")
             try:
-                group = await self._attempt(ticket, item, attempt, num_reissues)
+                group = await self._attempt(ticket, item, attempt, num_reissues, report_finished)
             except RewardFailed:  # the runner has logged it
                 count("reward_failed")
                 return None
             if len(group.valid_rewards) >= self._min_valid_samples:
                 return group
+        self._record_failure(ticket, group)
         return None
 
+    def _record_failure(self, ticket: PromptTicket, group: ScoredGroup) -> None:
+        """Keep why a prompt failed, whose last attempt was `group`. Logs the 1st, 10th, ... one."""
+        pairs = zip(group.rollouts, group.rewards, strict=True)
+        failed = next(rollout for rollout, reward in pairs if math.isnan(reward))
+        self.last_failure = failed.error or "the reward was None or NaN"
+        self._num_failed += 1
+        if str(self._num_failed).rstrip("0") == "1":
+            logger.warning(
+                "prompt %d is left out (%d so far): %d of its %d samples have a reward after "
+                "max_attempts=%d, fewer than min_valid_samples=%d; the first without one: %s",
+                ticket.index, self._num_failed, len(group.valid_rewards), len(group.rewards),
+                self._max_attempts, self._min_valid_samples, self.last_failure,
+            )  # fmt: skip
+
     async def _attempt(
-        self, ticket: PromptTicket, item: PromptItem, attempt: int, num_reissues: int
+        self,
+        ticket: PromptTicket,
+        item: PromptItem,
+        attempt: int,
+        num_reissues: int,
+        report_finished: Callable[[int], None],
     ) -> ScoredGroup:
         loop = asyncio.get_running_loop()
         attempt += num_reissues * self._max_attempts
         seed = mix_seed(self._seed, ticket.epoch, ticket.position, attempt)
-        start_s = loop.time()
+        start_s, num_finished = loop.time(), itertools.count(1)
+        report_finished(0)
         rollouts = await sample_rollouts(
             self._llm,
             item,
@@ -218,6 +253,7 @@ class GroupMaker:
             self._group_size,
             self._rollout_fn,
             self._tokenizer,
+            on_finished=lambda: report_finished(next(num_finished)),
         )
         failed = [request for each in rollouts for request in each.requests if request.failed()]
         if failed:
@@ -242,22 +278,32 @@ async def sample_rollouts(
     num_samples: int,
     rollout_fn: RolloutFunction | None,
     tokenizer: Tokenizer | None,
+    on_finished: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
     """Return `num_samples` rollouts of a prompt: by `rollout_fn`, or of one turn each if None.
 
-    If one call of `rollout_fn` raises, or the caller is cancelled, all other calls are cancelled.
+    Calls `on_finished` when a rollout has ended; if the llm does not report its samples, for each
+    of them at the end of the last one. If one call of `rollout_fn` raises, or the caller is
+    cancelled, all other calls are cancelled.
     """
     prompt: Any = item.prompt
     takes_text = getattr(llm, "tokenizer", None) is not None
     if isinstance(prompt, str) and not takes_text and tokenizer is not None:
         prompt = encode_prompt(tokenizer, prompt)
     if rollout_fn is None:
-        requests = await llm.generate(prompt, params, num_samples)
+        reports = "on_finished" in inspect.signature(llm.generate).parameters
+        options: dict[str, Any] = {"on_finished": on_finished} if reports else {}
+        found = await llm.generate(prompt, params, num_samples, **options)
         # For one sample the llm returns a request, not a list.
-        return [as_rollout(r) for r in (requests if isinstance(requests, list) else [requests])]
+        requests = found if isinstance(found, list) else [found]
+        if not reports:
+            for _ in requests:
+                on_finished()
+        return [as_rollout(request) for request in requests]
 
     async def sample(index: int) -> Rollout:
         turns = await rollout_fn(RolloutLLM(llm, params, item, index, tokenizer), prompt)
+        on_finished()
         if isinstance(turns, (Rollout, DynamicInferenceRequest)):
             return as_rollout(turns)
         return Rollout(list(turns))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer_hooks.producer.group_pool import GroupPool
 from trainer_hooks.producer.groups import ScoredGroup
 
 
@@ -60,8 +61,8 @@ class BatchOrder(ABC):
 
     @property
     @abstractmethod
-    def num_finished_groups(self) -> int:
-        """Number of finished groups for the next batch. It may be more than the batch takes."""
+    def next_pool(self) -> GroupPool | None:
+        """The pool of the groups of the next batch; None if no batch is open."""
 
     @property
     @abstractmethod

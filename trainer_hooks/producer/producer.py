@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -303,9 +304,16 @@ class AsyncRolloutProducer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of scored rollouts of the next batch, and the number that completes it."""
-        finished = min(self._order.num_finished_groups, self._batch_groups)
-        return finished * self._group_size, self._batch_groups * self._group_size
+        """Number of samples of the next batch that have ended, and the number of a whole batch."""
+        pool = self._order.next_pool
+        num_wanted = self._batch_groups * self._group_size
+        return 0 if pool is None else pool.num_finished_samples, num_wanted
+
+    @property
+    def reward_so_far(self) -> float:
+        """Mean reward of the samples of the next batch that are scored; NaN if none is."""
+        pool = self._order.next_pool
+        return math.nan if pool is None else pool.mean_reward
 
     def refresh_version(self) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.

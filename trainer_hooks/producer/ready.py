@@ -156,8 +156,8 @@ class ReadyOrder(GroupPool, BatchOrder):
         return not self.running
 
     @property
-    def num_finished_groups(self) -> int:
-        return len(self.finished)
+    def next_pool(self) -> ReadyOrder:
+        return self
 
     @property
     def num_waiting_batches(self) -> int:

@@ -3,41 +3,22 @@
 Used by users' training loops, `trainer_hooks.train`, the producer and `evaluate`.
 """
 
-from trainer_hooks.rewards.adapters import (
-    ConversationalReward,
-    VerlReward,
-    WeightedReward,
-    WeightedRewards,
-    reward_metrics,
-)
-from trainer_hooks.rewards.failures import RewardFailed, RewardFunctionError
-from trainer_hooks.rewards.ready_made import FormatReward, LengthReward, reasoning_gym_reward
-from trainer_hooks.rewards.reward_model import BatchedReward, RewardModel
-from trainer_hooks.rewards.runner import RewardRunner, as_runner
-from trainer_hooks.rewards.scoring import score_rollouts
-from trainer_hooks.rewards.text_match import (
-    NumberReward,
-    edit_similarity_reward,
-    exact_match_reward,
-)
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = [
-    "BatchedReward",
-    "ConversationalReward",
-    "FormatReward",
-    "LengthReward",
-    "NumberReward",
-    "RewardFailed",
-    "RewardFunctionError",
-    "RewardModel",
-    "RewardRunner",
-    "VerlReward",
-    "WeightedReward",
-    "WeightedRewards",
-    "as_runner",
-    "edit_similarity_reward",
-    "exact_match_reward",
-    "reasoning_gym_reward",
-    "reward_metrics",
-    "score_rollouts",
-]
+# Module -> the names that this package takes from it. The stub beside this file lists the same.
+_HOMES = {
+    "trainer_hooks.rewards.adapters": (
+        "ConversationalReward VerlReward WeightedReward WeightedRewards reward_metrics"
+    ),
+    "trainer_hooks.rewards.failures": "RewardFailed RewardFunctionError",
+    "trainer_hooks.rewards.ready_made": "FormatReward LengthReward reasoning_gym_reward",
+    "trainer_hooks.rewards.reward_model": "BatchedReward RewardModel",
+    "trainer_hooks.rewards.runner": "RewardRunner as_runner",
+    "trainer_hooks.rewards.scoring": "score_rollouts",
+    "trainer_hooks.rewards.text_match": "NumberReward edit_similarity_reward exact_match_reward",
+}
+__getattr__, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,7 +15,7 @@ from subprocess import TimeoutExpired
 from typing import Any, TypeVar
 
 from rollout.child_process import ChildProcess, pickled
-from rollout.errors import RolloutError
+from rollout.errors import ConfigError, RolloutError
 from trainer_hooks.rewards.calling import RewardFunction
 from trainer_hooks.rewards.failures import RewardFailed, RewardProcessesClosed
 from trainer_hooks.rewards.limiter import CallLimiter
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 Watch = Callable[[], AbstractContextManager[None]]
 
 
-def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
-    """Run `work` in a daemon thread, which does not delay the program's exit.
+def in_thread(work: Callable[[], Result], name: str = "reward") -> asyncio.Future[Result]:
+    """Run `work` in a daemon thread `name`, which does not delay the program's exit.
 
     Returns a future of its result or error. A StopIteration becomes a RewardFailed, since a future
     cannot hold it.
@@ -57,7 +57,7 @@ def in_thread(work: Callable[[], Result]) -> asyncio.Future[Result]:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody awaits the result
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, name="reward", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 
@@ -137,7 +137,10 @@ class RewardProcesses:
 class _Worker:
     def __init__(self, reward_fn: RewardFunction) -> None:
         self._reward_fn = pickled(reward_fn, f"the reward function {reward_fn!r}")
-        self._process = ChildProcess("trainer_hooks.rewards.process")
+        try:
+            self._process = ChildProcess("trainer_hooks.rewards.process")
+        except ConfigError as error:  # the system may have room for a process later
+            raise RewardFailed(str(error)) from error
         self._is_ready = False
 
     def call(

@@ -1,14 +1,27 @@
 """`rollout train`: a whole training job, its configs, the files of a run and its report.
 
-`main` is the program and `job` holds its settings. `learner` is one training step, `task` the data
-and rewards, `report` the HTML page of a run. Users' training loops may use the dashboard without
-the rest. Examples and benchmarks use `job`, `task` and `warm_up`. No other part of trainer_hooks
-imports this package.
+`command` is the program, `main` runs its job and `job` holds its settings. `learner` is one
+training step, `task` the data and rewards, `report` the HTML page of a run. Users' training loops
+may use the dashboard without the rest. Examples and benchmarks use `job`, `task` and `warm_up`. No
+other part of trainer_hooks imports this package.
 """
 
-from rollout.extras import extra_needed
+from typing import Any as _Any
 
-with extra_needed("train", "trainer_hooks.train"):
-    from trainer_hooks.train.dashboard import Dashboard, watch_step
+from rollout.extras import extra_needed as _extra_needed
+from rollout.lazy_names import lazy_names as _lazy_names
 
-__all__ = ["Dashboard", "watch_step"]
+_HOMES = {
+    "trainer_hooks.train.dashboard": "Dashboard watch_step",
+    "trainer_hooks.train.main": "run_job",
+}
+_load, __all__ = _lazy_names(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> _Any:
+    with _extra_needed("train", "trainer_hooks.train"):
+        return _load(name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,7 @@
 from rollout.extras import extra_needed
 
 with extra_needed("train", "trainer_hooks.train"):
-    from trainer_hooks.train.main import main
+    from trainer_hooks.train.command import main
 
 if __name__ == "__main__":
     main()

@@ -91,9 +91,11 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
     return table
 
 
-def share_bar(shares: Mapping[str, float], width: int) -> RenderableType:
-    """Return a bar of `width` cells and its legend, of shares from 0.5%, the largest first."""
-    present = [(name, share) for name, share in shares.items() if share >= 0.005]
+def share_bar(shares: Mapping[str, float], width: int, least: float = 0.005) -> RenderableType:
+    """Return a bar of `width` cells and its legend, of shares from `least` on, the largest
+    first.
+    """
+    present = [(name, share) for name, share in shares.items() if share >= least]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []
     counts = _cell_counts([share for _, share in ordered], width)

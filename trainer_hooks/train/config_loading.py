@@ -22,7 +22,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from rollout import InferenceConfig
+from rollout.config import CONFIG_HINTS
 from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types, is_union, remedy_of_unknown
 
@@ -39,7 +42,13 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
     of another type. Errors that `kind` raises pass through.
     """
     if isinstance(values, DictConfig):
-        values = typing.cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
+        try:
+            values = typing.cast(dict[str, Any], OmegaConf.to_container(values, resolve=True))
+        except OmegaConfBaseException as error:
+            key, reason = error.full_key or "the config", str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{key} cannot be read: {reason}; write \\${{ for a ${{ that is text"
+            ) from error
     return _load(kind, values, path)
 
 
@@ -71,13 +80,20 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
         and field.default_factory is dataclasses.MISSING
     }
     if missing := sorted(required - set(given)):
-        raise ConfigError(f"{_join(path, missing[0])} is missing; {kind.__name__} has no default")
-    return kind(
-        **{
-            name: _convert(types_by_name[name], value, _join(path, name))
-            for name, value in given.items()
-        }
-    )
+        raise ConfigError(
+            f"{_join(path, missing[0])} is missing and has no default; give "
+            f"{_join(path, missing[0])}=VALUE"
+        )
+    converted = {
+        name: _convert(types_by_name[name], value, _join(path, name))
+        for name, value in given.items()
+    }
+    try:
+        return kind(**converted)
+    except ConfigError as error:
+        if path and str(error).partition("=")[0] in types_by_name:  # a field out of its range
+            raise ConfigError(f"{path}.{error}") from error
+        raise
 
 
 def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
@@ -125,7 +141,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if named is not None and isinstance(value, Mapping):
         return {name: _convert(named, own, _join(path, name)) for name, own in value.items()}
     if not _fits(kind, value):
-        raise ConfigError(f"{path}={value!r} does not fit its type, {_type_name(kind)}")
+        raise ConfigError(f"{path}={value!r} must be {_described(kind, path)}")
     return tuple(value) if typing.get_origin(kind) is tuple else value
 
 
@@ -160,8 +176,31 @@ def _fits(kind: Any, value: Any) -> bool:
     return not dataclasses.is_dataclass(kind)
 
 
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+def _described(kind: Any, path: str) -> str:
+    """Return the values that the type of the key `path` allows, in words."""
+    if is_union(kind):
+        return " or ".join(_described(option, path) for option in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
+    if dataclasses.is_dataclass(kind):
+        keys = ", ".join(
+            f"{path}.{name}" for name in list(field_types(typing.cast(type, kind)))[:3]
+        )
+        return f"several settings, such as {keys}"
+    if typing.get_origin(kind) in (tuple, list):
+        return f"a list, written {path}=[A,B]"
+    if typing.get_origin(kind) is Mapping:
+        return f"a mapping, written {path}.NAME=VALUE"
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    types.NoneType: "null",
+}
 
 
 def _join(path: str, name: str) -> str:
@@ -347,7 +386,47 @@ _MEGATRON = {
     "save_interval": _CHECKPOINTS,
     "global_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
 }
-_BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON}
+_ENGINE_FIELDS = field_types(InferenceConfig)
+# Names of vLLM and SGLang, of which the settings of an engine are in the section `engine`.
+_VLLM = {
+    **{
+        name: f"engine.{hint}"
+        for name, hint in CONFIG_HINTS.items()
+        if hint.partition(" ")[0].partition("=")[0].rstrip(",") in _ENGINE_FIELDS
+    },
+    **{
+        name: f"{_MAX_NEW_TOKENS} (and engine.max_tokens for the tokens of one step)"
+        for name in ("max_tokens", "max_new_tokens", "max_completion_tokens")
+    },
+    **{name: "num_engines" for name in ("dp", "dp_size", "data_parallel_size")},
+    "num_return_sequences": _GROUP_SIZE,
+}
+# Names that no system of these has, but that are in many training scripts.
+_COMMON = {
+    **{name: _NUM_STEPS for name in ("steps", "num_iters", "total_steps", "n_steps")},
+    **{
+        name: f"{_NUM_STEPS}, a number of steps,"
+        for name in ("epochs", "num_epochs", "num_train_epochs")
+    },
+    **{name: f"{_GROUPS_PER_STEP}, of prompts," for name in ("batch_size", "train_batch_size")},
+    **{name: "model.path" for name in ("model_path", "model_name_or_path", "model_name")},
+    **{
+        name: "data and data.path, as in data=jsonl data.path=train.jsonl,"
+        for name in ("dataset", "dataset_name", "train_file", "train_files", "data_path")
+    },
+    **{
+        name: "reward=package.module:function"
+        for name in ("reward_fn", "reward_func", "reward_funcs", "reward_function")
+    },
+    **{
+        name: "run_name: files go to outputs/train/<run_name>" for name in ("output_dir", "out_dir")
+    },
+    "max_prompt_length": "engine.max_sequence_length, of prompt and answer together,",
+    "eval_steps": "trainer.eval_interval",
+    "report_to": "logger=wandb",
+    "resume_from_checkpoint": "resume=auto",
+}
+_BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON, "vLLM": _VLLM, "": _COMMON}
 
 
 def hint_for(key: str) -> str | None:
@@ -361,5 +440,5 @@ def hint_for(key: str) -> str | None:
         name = ".".join(names[start:])
         for system, hints in _BY_SYSTEM.items():
             if name in hints:
-                return f"{name} ({system}) is {hints[name]} here"
+                return f"{name}{f' ({system})' if system else ''} is {hints[name]} here"
     return None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,14 +28,21 @@ from rollout.control.reports import EngineStats, stats_by_engine
 from trainer_hooks.metrics import TimeAccount
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
+from trainer_hooks.metrics.figures import (
+    NUM_HELD_OUT,
+    STEP_S,
+    WINDOW_STEPS,
+    of_prompts,
+    step_seconds,
+)
 from trainer_hooks.metrics.histogram import read_histogram
 from trainer_hooks.metrics.stage_clock import StageClock
+from trainer_hooks.metrics.step_warnings import WARNINGS
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train.charts import (
     EngineRates,
     curve_lines,
     engine_table,
-    flowed,
     histogram_table,
     share_bar,
 )
@@ -41,17 +50,28 @@ from trainer_hooks.train.samples import MIN_LINES, FittedSamples, Sample, sample
 
 _SCALE_WIDTH = 8  # columns of the numbers beside a curve
 _FRAME_LINES, _FRAME_WIDTH = 2, 4  # lines and columns of a panel's frame
-_SHORT_LINES = 30  # terminals with fewer lines get a lower curve
+_CURVE_HEIGHTS = (6, 3, 2)  # lines of the curve: the first that leaves room for a sample
+_SHORT_LINES = 30  # terminals with fewer lines get the producer's counts in one line
 _TITLE_WIDTH, _BAR_WIDTH = 16, 8  # minimum widths in the headline
 
-# Metric name -> how its latest value is shown, below the curve.
+# Metric name -> how its latest value is shown: in the line of the update, which fits 80 columns,
+# and above the time of a step.
+UPDATE = {
+    "completions/mean_length": "length {:.0f}",
+    "completions/clipped_ratio": "({:.0%} cut)",
+    "train/entropy": "entropy {:.2f}",
+    "train/approx_kl": "approx_kl {:.1e}",
+    "train/grad_norm": "grad {:.2f}",
+    "train/learning_rate": "lr {:.2g}",
+}
 RATES = {
-    "completions/tokens_per_s": "{:,.0f} tokens/s generated",
-    "train/tokens_per_s": "{:,.0f} tokens/s trained on",
+    "completions/tokens_per_s": "{:,.0f} tokens/s sampled",
+    "train/tokens_per_s": "{:,.0f} trained on",
 }
 PLAIN_COLUMNS = {
     **DEFAULT_COLUMNS,
     "eval/greedy_reward": "held out {:.3f}",
+    "eval/num_prompts": "(n={:,.0f})",
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
@@ -63,6 +83,7 @@ ACTIVITIES = {
     "update": "updating weights",
     "evaluate": "evaluating",
     "checkpoint": "saving",
+    "other": "",
 }
 
 
@@ -91,11 +112,14 @@ class Dashboard:
         self._title, self._num_steps, self._step_name = title, num_steps, TRAINER_STEP
         self._latest: dict[str, Any] = {}
         self._rewards: list[float] = []
-        self._held_out: float | None = None
+        self._held_out: str | None = None
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS)
         self._engines: dict[str, EngineStats] = {}
         self._samples: list[Sample] = []
         self._progress: tuple[int, int] | None = None
-        self._activity = ""
+        self._reward_so_far: float | None = None
+        self._activity = self._notice = ""
+        self._lock = threading.RLock()  # `announce` is called by another thread
         self._clock, self._stage_clock, self._rates = clock, StageClock(clock), EngineRates()
 
     @property
@@ -105,8 +129,10 @@ class Dashboard:
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
         """Begin a stage of `num_steps`, counted by the metric `step_name`."""
-        self._title, self._num_steps, self._step_name = title, num_steps, step_name
-        self._stage_clock.start(num_steps)
+        with self._lock:
+            self._title, self._num_steps, self._step_name = title, num_steps, step_name
+            self._stage_clock.start(num_steps)
+            self._refresh()
         if not self._console.is_terminal:
             self._plain.start_stage(title, num_steps, step_name)
 
@@ -115,64 +141,94 @@ class Dashboard:
 
         Histogram bins and counts `rollouts/*` that the row lacks are 0 if it has others of them.
         """
-        self._forget_replaced(metrics)
-        self._latest.update(metrics)
-        if self._progress is not None:  # the next batch is counted from here on
-            self._progress = (0, self._progress[1])
-        step = metrics.get(self._step_name)
-        if step:
-            self._stage_clock.reach(step)
-        self.recall([metrics])
-        self._refresh()
+        with self._lock:
+            self._forget_replaced(metrics)
+            self._latest.update(metrics)
+            if self._progress is not None:  # the next batch is counted from here on
+                self._progress, self._reward_so_far = (0, self._progress[1]), None
+            self.recall([metrics])
+            step = metrics.get(self._step_name)
+            if step:
+                self._stage_clock.reach(step, step_seconds(self._recent))
+            self._refresh()
         if not self._console.is_terminal:
             self._plain.show(metrics)
 
     def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add the rewards of rows, such as those before a resume, to the curve."""
+        """Add rows, such as those before a resume, to the curve and to the time of a step."""
+        self._recent.extend(row for row in rows if STEP_S in row)
         for row in rows:
             reward = row.get("reward")
             if reward is not None and math.isfinite(reward):  # at least one rollout has a reward
                 self._rewards.append(reward)
             if row.get("eval/greedy_reward") is not None:
-                self._held_out = row["eval/greedy_reward"]
+                num = of_prompts(row.get(NUM_HELD_OUT))
+                self._held_out = f"held out {row['eval/greedy_reward']:.3f}{num}"
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
-        has any. A row lacks those that are 0.
+        has any. A row lacks those that are 0. A training step's row also replaces the warnings, and
+        the metrics `train/*`, of which a step without an update has few.
         """
+        if "reward" in metrics:
+            self._latest.pop(WARNINGS, None)
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
-        groups |= {"rollouts/"} if any(n.startswith("rollouts/") for n in metrics) else set()
+        for group in ("rollouts/", "train/"):
+            groups |= {group} if any(n.startswith(group) for n in metrics) else set()
         for name in [n for n in self._latest if n.startswith(tuple(groups))]:
             del self._latest[name]
 
     def show_engines(self, engines: Mapping[str, EngineStats]) -> None:
         """Show the state of each engine, by name, with its tokens per second over recent calls."""
-        self._engines, now_s = dict(engines), self._clock()
-        for name, stats in engines.items():
-            self._rates.add(name, stats, now_s)
-        self._refresh()
+        with self._lock:
+            self._engines, now_s = dict(engines), self._clock()
+            for name, stats in engines.items():
+                self._rates.add(name, stats, now_s)
+            self._refresh()
 
-    def show_progress(self, num_done: int, num_wanted: int, activity: str = "") -> None:
-        """Show how many rollouts of the next batch are finished, and what the trainer does now.
+    def show_progress(
+        self, num_done: int, num_wanted: int, activity: str = "", reward: float | None = None
+    ) -> None:
+        """Show how many samples of the next batch have ended, and what the trainer does now.
 
+        `num_wanted`: samples of the whole batch; 0 shows no count.
         `activity`: a category of TimeAccount, or another text.
+        `reward`: mean reward of the samples that are scored; None or NaN if none is.
         """
-        self._progress, self._activity = (num_done, num_wanted), ACTIVITIES.get(activity, activity)
-        self._refresh()
+        with self._lock:
+            self._progress = (num_done, num_wanted)
+            self._activity = ACTIVITIES.get(activity, activity)
+            is_scored = reward is not None and math.isfinite(reward)
+            self._reward_so_far = reward if is_scored else None
+            self._refresh()
+
+    def announce(self, text: str) -> None:
+        """Show `text` at once above the rest, in place of an earlier one.
+
+        May be called in any thread.
+        """
+        with self._lock:
+            self._notice = text
+            if self._live is None:
+                self._console.print(text, style="bold yellow", highlight=False)
+            else:
+                self._refresh()
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
         """Show these samples in place of the previous ones; without a terminal they are printed."""
-        self._samples = list(samples)
-        self._refresh()
+        with self._lock:
+            self._samples = list(samples)
+            self._refresh()
         if not self._console.is_terminal:
             self._console.print(samples_text(samples), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen and release the terminal. May be called twice."""
         self._plain.close()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
 
     def _refresh(self) -> None:
         if not self._console.is_terminal:
@@ -191,27 +247,50 @@ class Dashboard:
         A `height` of None sets no limit. In 80 columns and 23 lines everything but some samples is
         shown.
         """
+        if height is None:
+            samples = [_panel("samples", samples_text(self._samples))] * bool(self._samples)
+            return Group(*self._panels(width, None, _CURVE_HEIGHTS[0]), *samples)
+        options = self._console.options.update(width=width, height=None)
+        fitting: Group | None = None
+        for curve_height in _CURVE_HEIGHTS:
+            parts = self._panels(width, height, curve_height)
+            num_left = height - len(self._console.render_lines(Group(*parts), options))
+            if fitting is None and num_left >= 0:
+                fitting = Group(*parts)
+            if self._samples and (num_lines := num_left - _FRAME_LINES) >= MIN_LINES:
+                return Group(*parts, _panel("samples", FittedSamples(self._samples, num_lines)))
+        return fitting or Group(*parts)
+
+    def _panels(self, width: int, height: int | None, curve_height: int) -> list[RenderableType]:
+        """Return the parts of the picture above the samples."""
         is_short = height is not None and height < _SHORT_LINES
-        parts = [self._headline(width), self._top_row(width, 3 if is_short else 6)]
+        parts = [self._headline(width)]
+        if self._notice:
+            parts.insert(0, Text(self._notice.ljust(width), style="bold yellow", no_wrap=True))
+        if update := self._shown(UPDATE):
+            parts.append(_line_of(update, width))
+        parts += [*self._warnings(width, is_short), self._top_row(width, curve_height)]
         if shares := self._with_prefix("timing_share/"):
-            seconds = self._value("timing_s/step", ": {:.2f} s")
-            bar = share_bar(shares, width - _FRAME_WIDTH)
-            parts.append(_panel(f"time of a step{seconds}", bar))
+            step_s = step_seconds(self._recent)
+            rates = ["" if step_s is None else f": {step_s:.2f} s", *self._shown(RATES)]
+            # Smaller shares would take a second line of the legend.
+            bar = share_bar(shares, width - _FRAME_WIDTH, 0.02 if is_short else 0.005)
+            parts.append(_panel("time of a step" + ", ".join(rates), bar))
         num_engines = None if height is None else max(height // 6, 1)
         counts = self._producer_counts()
         counts.no_wrap, counts.overflow = is_short, "ellipsis"
         idle = self._value("engine/idle_share", ", {:.0%} idle")
-        engines = Group(self._engine_table(num_engines), counts)
+        engines = Group(self._engine_table(num_engines), *([counts] if counts else []))
         parts.append(_panel(f"engines{idle}, and producer", engines))
-        if self._samples and height is None:
-            parts.append(_panel("samples", samples_text(self._samples)))
-        elif self._samples and height is not None:
-            options = self._console.options.update(width=width, height=None)
-            num_used = len(self._console.render_lines(Group(*parts), options))
-            num_left = height - num_used - _FRAME_LINES
-            if num_left >= MIN_LINES:
-                parts.append(_panel("samples", FittedSamples(self._samples, num_left)))
-        return Group(*parts)
+        return parts
+
+    def _warnings(self, width: int, is_short: bool) -> list[Text]:
+        """Return the warnings of the latest training step, cut to three lines if `is_short`."""
+        texts = [Text(t, style="bold red") for t in self._latest.get(WARNINGS, {}).values()]
+        for text in texts if is_short else ():
+            # Words are not broken, so a line may hold some cells less than `width`.
+            text.truncate(max(3 // len(texts), 1) * (width - 5), overflow="ellipsis")
+        return texts
 
     def _top_row(self, width: int, curve_height: int) -> RenderableType:
         """Return the curve of the reward, with the ages of the tokens beside it."""
@@ -219,60 +298,54 @@ class Dashboard:
         row.add_column(ratio=3)
         row.add_column(ratio=2)
         curve_width = (width - 1) * 3 // 5 - _FRAME_WIDTH - _SCALE_WIDTH - 1
+        num_lines = curve_height + 2  # below the curve: the latest rewards, and the held-out one
         row.add_row(
-            _panel("reward", self._reward_chart(curve_width, curve_height)),
-            _panel("policy staleness, tokens", self._staleness(curve_height + 1)),
+            _panel("reward", self._reward_chart(curve_width, curve_height), num_lines),
+            _panel("policy staleness, tokens", self._staleness(num_lines), num_lines),
         )
         return row
 
     def _headline(self, width: int) -> RenderableType:
-        """Return two lines: steps and weights version; the next batch's rollouts and the time."""
+        """Return two lines: steps and weights version; the next batch's samples and the time."""
         step, version = self._latest.get(self._step_name, 0), self._latest.get(ROLLOUT_VERSION)
-        table = Table.grid(expand=True, padding=(0, 2))
-        table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(width // 4, _TITLE_WIDTH))
+        steps = Text(f"step {step}/{self._num_steps}" if self._num_steps else f"step {step}")
+        versions = Text("" if version is None else f"weights version {version}")
+        done, wanted = self._progress or (0, 0)
+        samples = Text(f"{done:,} of {wanted:,} samples" if wanted else "", style="cyan")
+        times = Text(self._stage_clock.text(), style="dim")
+        gap, columns = 2, ((steps, samples), (versions, times))
+        num_right = sum(max(text.cell_len for text in column) for column in columns)
+        title_width = max(width - num_right - _BAR_WIDTH - 3 * gap, _TITLE_WIDTH)
+        table = Table.grid(expand=True, padding=(0, gap))
+        table.add_column(no_wrap=True, overflow="ellipsis", max_width=title_width)
         table.add_column(ratio=1, min_width=_BAR_WIDTH)
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_column(no_wrap=True, overflow="ellipsis")
         bar = ProgressBar(total=self._num_steps, completed=step) if self._num_steps else Text()
-        table.add_row(
-            Text(self._title, style="bold"),
-            bar,
-            f"step {step}/{self._num_steps}" if self._num_steps else f"step {step}",
-            "" if version is None else f"weights version {version}",
-        )
-        times = Text(self._stage_clock.text(), style="dim")
-        if self._progress is not None:
-            done, wanted = self._progress
-            table.add_row(
-                Text(self._activity, style="cyan"),
-                ProgressBar(total=wanted, completed=done, complete_style="cyan"),
-                Text(f"{done:,} of {wanted:,} rollouts", style="cyan"),
-                times,
-            )
-        else:
-            table.add_row("", "", "", times)
+        table.add_row(Text(self._title, style="bold"), bar, steps, versions)
+        bar = ProgressBar(total=wanted, completed=done, complete_style="cyan") if wanted else Text()
+        table.add_row(Text(self._activity, style="cyan"), bar, samples, times)
         return table
 
     def _reward_chart(self, width: int, height: int) -> RenderableType:
-        values = (self._value(name, form) for name, form in RATES.items())
-        rates = [Text(value, style="dim") for value in values if value]
-        shown_rates = flowed(rates, width + _SCALE_WIDTH)
-        if not self._rewards:
-            return Group(Text("no step yet", style="dim"), shown_rates)
-        lines = curve_lines(self._rewards, width, height)
-        chart = Text("\n".join(lines), style="green", no_wrap=True, overflow="crop")
-        latest = f"now {self._rewards[-1]:.3f}   best {max(self._rewards):.3f}"
-        if self._held_out is not None:
-            latest += f"   held out {self._held_out:.3f}"
-        return Group(chart, Text(latest, style="bold"), shown_rates)
+        so_far = self._reward_so_far
+        latest = [] if so_far is None else [f"next batch {so_far:.3f}"]
+        chart = Text("no step yet", style="dim")
+        if self._rewards:
+            latest = [f"now {self._rewards[-1]:.3f}", f"best {max(self._rewards):.3f}", *latest]
+            lines = curve_lines(self._rewards, width, height)
+            chart = Text("\n".join(lines), style="green", no_wrap=True, overflow="crop")
+        texts = filter(None, ["   ".join(latest), self._held_out])
+        return Group(chart, *(Text(text, style="bold") for text in texts))
 
     def _staleness(self, num_lines: int) -> RenderableType:
         counts = read_histogram(self._latest, "policy_staleness")
         if not counts:
             return Text("no tokens yet", style="dim")
         mixed = self._value("policy_staleness/num_mixed_rollouts", "{} rollouts across updates")
-        table = histogram_table(counts, num_lines)
-        return Group(table, Text(mixed, style="dim")) if mixed else table
+        if not mixed:
+            return histogram_table(counts, num_lines)
+        return Group(histogram_table(counts, num_lines - 1), Text(mixed, style="dim"))
 
     def _engine_table(self, num_lines: int | None) -> RenderableType:
         if self._engines:
@@ -294,6 +367,10 @@ class Dashboard:
         text = Text("last batch: " if shown else "", style="dim")
         return text.append(", ".join(shown), style="default")
 
+    def _shown(self, forms: Mapping[str, str]) -> list[str]:
+        """Return the latest values of the metrics in `forms`, formatted, without missing ones."""
+        return [shown for name, form in forms.items() if (shown := self._value(name, form))]
+
     def _value(self, name: str, form: str) -> str:
         """Return the latest value of a metric, formatted by `form`; "" if there is none."""
         value = self._latest.get(name)
@@ -307,8 +384,17 @@ class Dashboard:
         }
 
 
-def _panel(title: str, content: RenderableType) -> Panel:
-    return Panel(content, title=title, border_style="blue")
+def _line_of(texts: Sequence[str], width: int) -> Text:
+    """Return the texts in one line, three spaces apart, or two if that is too wide."""
+    wide, narrow = (gap.join(texts).replace(f"{gap}(", " (") for gap in ("   ", "  "))
+    line = wide if len(wide) <= width else narrow
+    return Text(line.ljust(width), no_wrap=True, overflow="ellipsis")
+
+
+def _panel(title: str, content: RenderableType, num_lines: int | None = None) -> Panel:
+    """Return a framed panel with room for `num_lines` lines; None takes what the content needs."""
+    height = None if num_lines is None else num_lines + _FRAME_LINES
+    return Panel(content, title=title, border_style="blue", height=height)
 
 
 @asynccontextmanager
@@ -326,16 +412,32 @@ async def watch_step(
     refreshing, and the block continues.
     """
 
-    async def look() -> None:
+    def look() -> None:
+        activity = "" if account is None else account.current
+        view.show_progress(*producer.progress, activity, producer.reward_so_far)
+
+    async with watch(view, llm, look, interval_s):
+        yield
+
+
+@asynccontextmanager
+async def watch(
+    view: Dashboard, llm: ThreadedLLM | AsyncLLM, look: Callable[[], None], interval_s: float = 0.5
+) -> AsyncIterator[None]:
+    """Call `look` and show the engines in `view` every `interval_s` of the block, as `watch_step`
+    does.
+    """
+
+    async def refresh() -> None:
         while True:
-            view.show_progress(*producer.progress, "" if account is None else account.current)
+            look()
             view.show_engines(await _engines(llm))
             await asyncio.sleep(interval_s)
 
     if not view.is_live:
         yield
         return
-    task = asyncio.create_task(look(), name="view")
+    task = asyncio.create_task(refresh(), name="view")
     try:
         yield
     finally:

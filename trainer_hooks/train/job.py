@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from hydra import compose, initialize_config_dir
-
+import trainer_hooks
 from rollout import ConfigError, InferenceConfig, SamplingParams
 from rollout.config import MAX_THREADS, OWN_ENGINE
 from rollout.ranges import (
@@ -28,11 +27,13 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import TrainedTemperature
-from trainer_hooks import PolicyLossConfig, ReferenceSettings, UpdateSettings
-from trainer_hooks.losses import POLICY_LOSS_KINDS
-from trainer_hooks.losses.advantages import AdvantageBaseline, AdvantageNormalization
-from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.hydra_job import checked_overrides
+from trainer_hooks.losses.config import (
+    POLICY_LOSS_KINDS,
+    AdvantageBaseline,
+    AdvantageNormalization,
+    PolicyLossConfig,
+)
+from trainer_hooks.train.overrides import read_words, settings_of
 from trainer_hooks.train.settings import (
     LOCAL_LAUNCHER,
     TORCHRUN_LAUNCHER,
@@ -48,12 +49,23 @@ from trainer_hooks.train.settings import (
     WarmupSettings,
     WeightSyncSettings,
 )
-from trainer_hooks.update.guarded_step import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
+from trainer_hooks.update.settings import (
+    DEFAULT_MAX_SKIPPED_STEPS,
+    MaxSkippedSteps,
+    ReferenceSettings,
+)
 
 # A link to conf/ in a checkout, a directory in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 _MAX_SEED = 2**32 - 1  # of numpy's generators
+# Names of algorithms by the kind of their loss; others have the kind's name in capitals. DAPO is
+# more than its loss (dynamic sampling, penalties for length), and PPO has a critic.
+ALGORITHM_TITLES = {
+    "dapo": "GRPO with DAPO's loss",
+    "ppo": "GRPO with PPO's loss",
+    "dr_grpo": "Dr. GRPO",
+}
 AdvantageEstimator = Literal["group", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
@@ -171,14 +183,23 @@ class AlgorithmSettings(Settings):
             )
 
     @property
+    def title(self) -> str:
+        """Name of the algorithm, for people."""
+        if self.critic is not None:
+            return "PPO"
+        if self.advantage_estimator != "group":
+            return "REINFORCE++"
+        return ALGORITHM_TITLES.get(self.loss.kind, self.loss.kind.upper())
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss or the rewards have a KL term."""
         return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
-    def update_settings(self) -> UpdateSettings:
+    def update_settings(self) -> trainer_hooks.UpdateSettings:
         """Settings of `update_policy` and of micro-batches, taken from these settings."""
-        return UpdateSettings(
+        return trainer_hooks.UpdateSettings(
             num_iterations=self.num_iterations,
             num_minibatches=self.num_minibatches,
             max_tokens=self.max_tokens_per_forward,
@@ -216,7 +237,7 @@ class TrainerSettings(Settings):
     checkpoint_interval: steps between two checkpoints.
     eval_interval: steps between two evaluations on held-out prompts. 0 evaluates only before and
         after training.
-    num_threads: torch's threads. None leaves their number alone.
+    num_threads: torch's threads. None: all CPUs, or a part of them beside engines that run at once.
     max_skipped_steps: consecutive optimizer steps with non-finite gradients (they are skipped)
         after which the job fails.
     strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one
@@ -379,10 +400,7 @@ class JobSettings(Settings):
     @property
     def title(self) -> str:
         """The job's algorithm and data, for tables and plots."""
-        kind = "PPO" if self.algorithm.critic else self.algorithm.loss.kind.upper()
-        if self.algorithm.advantage_estimator != "group":
-            kind = "REINFORCE++"
-        return f"{kind}, {self.data.shown_title}"
+        return f"{self.algorithm.title}, {self.data.shown_title}"
 
 
 def compose_settings(
@@ -396,9 +414,8 @@ def compose_settings(
     configs of conf/.
     Raises ConfigError for a key or a value that JobSettings does not accept.
     """
-    checked = checked_overrides(overrides, JobSettings)
-    if config_directory is not None:
-        checked.append(f"hydra.searchpath=[file://{CONFIG_DIRECTORY.resolve()}]")
-    directory = config_directory or CONFIG_DIRECTORY
-    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
-        return load_dataclass(JobSettings, compose(config_name, checked))
+    own = [] if config_directory is None else ["--config-dir", str(config_directory)]
+    words = read_words([*own, *overrides], JobSettings, config_name)
+    settings = settings_of(words, JobSettings, CONFIG_DIRECTORY)
+    assert settings is not None, "no multirun"
+    return settings

@@ -9,29 +9,32 @@
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: metrics.jsonl, batches.jsonl (prompts of each
-step as [epoch, index], and how often each was sampled again because its rollouts grew too old),
-completions.jsonl (samples), answers.jsonl, checkpoints, report.html, summary.json, weights_version
-(the highest used), reference/ if there is a KL term, base/ (with a LoRA adapter or trainer=fsdp2,
-the weights from which engines start), and skipped/ (batches of steps with non-finite gradients). A
-run that starts over renames the previous run's directory to
-seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by another job is
-refused.
+Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), starts.jsonl (what
+ran), metrics.jsonl, batches.jsonl (prompts of each step as [epoch, index], and how often each was
+sampled again because its rollouts grew too old), completions.jsonl (samples), answers.jsonl,
+checkpoints, report.html, summary.json, weights_version (the highest used), reference/ if there is a
+KL term, base/ (with a LoRA adapter or trainer=fsdp2, the weights from which engines start), and
+skipped/ (batches of steps with non-finite gradients). A run that starts over renames the previous
+run's directory to seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by
+another job is refused.
 
-Used by `rollout train` (`run`) and by `python -m trainer_hooks.train` (`main`).
+Used by `trainer_hooks.train.command`, which reads the command line and calls `run_job`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -41,6 +44,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollout import LLM, AsyncLLM, ConfigError, InferenceConfig
 from rollout.launch.torchrun import serve_engines
+from rollout.text import as_tokenizer
 from trainer_hooks import (
     AsyncRolloutProducer,
     ReferencePolicy,
@@ -56,23 +60,36 @@ from trainer_hooks import (
 )
 from trainer_hooks.checkpoint import restore_checkpoints
 from trainer_hooks.doctor import BatchFiles
+from trainer_hooks.metrics.jsonl import finite
+from trainer_hooks.rewards.processes import in_thread
 from trainer_hooks.train.adapter import new_adapter
 from trainer_hooks.train.config_loading import make_object
-from trainer_hooks.train.dashboard import Dashboard, watch_step
-from trainer_hooks.train.hydra_job import run_hydra_job
-from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
+from trainer_hooks.train.dashboard import Dashboard, watch, watch_step
+from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.learner import Learner, base_weights, follow
+from trainer_hooks.train.no_signal import step_warnings
 from trainer_hooks.train.report import REPORT_NAME, write_report
 from trainer_hooks.train.run_files import (
     begin_directory,
     locked_run,
     open_logger,
     stop_on_interrupt,
+    write_config,
 )
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
-from trainer_hooks.train.summary import answers_table, summarise, summary_table
+from trainer_hooks.train.summary import (
+    answers_table,
+    interrupted_text,
+    outline,
+    print_outline,
+    seeds_table,
+    shown_path,
+    summarise,
+    summary_table,
+)
 from trainer_hooks.train.task import Task, producer_options
+from trainer_hooks.train.threads import threads_of, use_threads
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
     ALONE,
@@ -81,7 +98,9 @@ from trainer_hooks.weight_sync.trainer_ranks import (
     torchrun_ranks,
 )
 
+_log = logging.getLogger(__name__)
 INTERRUPTED_EXIT_CODE = 130
+TRAINING_THREAD = "training step"
 NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
@@ -123,26 +142,45 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
     summaries = []
     for seed in range(settings.seed, settings.seed + settings.seeds):
         run_directory = directory / f"seed_{seed}"
-        console.print(f"[bold]seed {seed}[/bold] in {run_directory}", highlight=False)
+        console.print(f"{settings.title}, seed {seed}", style="bold", highlight=False)
         try:
             summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
-            console.print("interrupted; run the same command with resume=auto to continue")
-            sys.exit(INTERRUPTED_EXIT_CODE)
-        console.print(summary_table(summaries[-1:], settings.title))
+            console.print(interrupted_text(run_directory), highlight=False, soft_wrap=True)
+            exit_interrupted()
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
+        # Last, where a reader of a terminal looks.
+        console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
+        for text in summaries[-1][metrics.WARNINGS]:
+            console.print(text, style="bold red", highlight=False, soft_wrap=True)
         policy = find_checkpoint(run_directory / "checkpoints")
-        console.print(f"policy: {policy}", highlight=False)
-        console.print(f"report: {run_directory / REPORT_NAME}", highlight=False)
+        for name, path in {"policy": policy, "report": run_directory / REPORT_NAME}.items():
+            if path is not None:
+                console.print(f"{name}: {shown_path(path)}", highlight=False, soft_wrap=True)
     if len(summaries) > 1:
-        console.print(summary_table(summaries, settings.title))
+        console.print(seeds_table(summaries, f"{settings.title}, {len(summaries)} seeds"))
+        report = f"report of all seeds: {shown_path(write_report(directory))}"
+        console.print(report, highlight=False, soft_wrap=True)
+
+
+def exit_interrupted() -> NoReturn:
+    """End the process with status INTERRUPTED_EXIT_CODE, at once if a step is still trained."""
+    if any(thread.name == TRAINING_THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED_EXIT_CODE)  # torch may crash if a thread computes at a usual exit
+    sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 def run_seed(
-    directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
-) -> dict[str, float]:
+    directory: Path,
+    settings: JobSettings,
+    seed: int,
+    ranks: TrainerRanks = ALONE,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
     """Run one seed in `directory`: warm-up, and training between two evaluations. Returns its
     summary.
 
@@ -150,26 +188,34 @@ def run_seed(
     runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
     once training has begun.
     """
-    title = f"{settings.title}, seed {seed}"
     with locked_run(directory):
         try:
-            asyncio.run(Run(directory, settings, seed, ranks).run())
+            run = Run(directory, settings, seed, ranks, clock)
+            asyncio.run(run.run())
         finally:  # also after a failure
             if (directory / "metrics.jsonl").exists():
-                write_report(directory, title)
-        rows = metrics.read_jsonl(directory / "metrics.jsonl")
-        summary = summarise(rows, seed)
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+                write_report(directory)
+        summary = run.summary()
+        (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
 
 
 class Run:
-    """One run of the job: its directory, settings, seed and data, and how to start its parts."""
+    """One run of the job: its directory, settings, seed and data, and how to start its parts.
+
+    `clock`: returns seconds, for the times of steps and the time left.
+    """
 
     def __init__(
-        self, directory: Path, settings: JobSettings, seed: int, ranks: TrainerRanks = ALONE
+        self,
+        directory: Path,
+        settings: JobSettings,
+        seed: int,
+        ranks: TrainerRanks = ALONE,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.directory, self.settings, self.seed, self.ranks = directory, settings, seed, ranks
+        self.clock = clock
         self.checkpoints = directory / "checkpoints"
         self.console = Console(quiet=not settings.logger.console)
         self.task = Task(
@@ -179,8 +225,11 @@ class Run:
         )  # fmt: skip
         if num_skipped := self.task.num_skipped_rows:
             self.console.print(f"{num_skipped:,} bad rows are skipped; train.log names some")
+        self.prompts = self.task.prompts(seed)
         self.params = settings.algorithm.sampling_params()
-        torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
+        self.threads = threads_of(settings)
+        use_threads(self.threads.trainer)
+        _log.info("threads: %s", self.threads)
         torch.manual_seed(seed)
 
     async def run(self) -> None:
@@ -194,14 +243,17 @@ class Run:
 
         Otherwise renames an earlier run's directory and begins a new run.
         """
-        settings, view = self.settings, Dashboard(self.console)
+        settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
-        if checkpoint is None and (previous := begin_directory(self.directory)) is not None:
-            self.console.print(f"moved the earlier run to {previous}", highlight=False)
+        if checkpoint is None:
+            begin_directory(self.directory)
+        write_config(self.directory, settings)
         step = None if checkpoint is None else read_trainer_state(checkpoint).step
+        plan = outline(settings, self.task, len(self.prompts), self.directory, step)
+        print_outline(plan, self.console)
         with (
-            stop_on_interrupt() as stop,
+            stop_on_interrupt(view.announce) as stop,
             open_logger(self.directory, settings, view, step) as logger,
         ):
             if checkpoint is None:
@@ -209,6 +261,11 @@ class Run:
             else:
                 view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
             await self.train_from(checkpoint, view, logger, stop)
+            logger.log_summary(self.summary())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the finished run."""
+        return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
 
     async def train_from(
         self,
@@ -235,10 +292,11 @@ class Run:
             ) as samples,
         ):
             view.start_stage(settings.title, settings.trainer.num_steps)
+            view.show_progress(0, 0, "starting the engines")
             async with self.engines(learner, versions) as llm:
                 if state.step == 0:
-                    logger.log(await self.evaluate(llm, step=0), step=0, version=0)
-                account = metrics.TimeAccount()
+                    logger.log(await self.evaluate(llm, 0, view), step=0, version=0)
+                account = metrics.TimeAccount(self.clock)
                 async with (
                     self.producer(llm, state) as producer,
                     watch_step(view, llm, producer, account),
@@ -262,19 +320,34 @@ class Run:
                         if settings.logger.save_batches:
                             batch_files.log(step, batch)
                 last = settings.trainer.num_steps
-                logger.log(await self.evaluate(llm, last), step=last, version=llm.weights_version)
+                evaluated = await self.evaluate(llm, last, view)
+                logger.log(evaluated, step=last, version=llm.weights_version)
+            view.show_progress(0, 0)
 
-    async def evaluate(self, llm: ThreadedLLM | AsyncLLM, step: int) -> dict[str, float]:
+    async def evaluate(
+        self, llm: ThreadedLLM | AsyncLLM, step: int, view: Dashboard | None = None
+    ) -> dict[str, float]:
         """Return `eval/*` metrics of the weights after `step` on held-out prompts.
 
-        Writes NUM_ANSWERS greedy answers to answers.jsonl.
+        `view`: shows the progress, unless None. Writes NUM_ANSWERS greedy answers to answers.jsonl.
         """
-        sync = self.settings.weight_sync
+        sync, wanted = self.settings.weight_sync, self.settings.trainer.evaluation
+        num_ended, num_samples = 0, len(self.task.held_out) * (1 + wanted.n)
+
+        def count_sample() -> None:
+            nonlocal num_ended
+            num_ended += 1
+
         # The weights are kept: the next batch needs them, and no push comes before it.
         release = [name for name in sync.release if name != "weights"]
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=release)
-        async with nullcontext() if sync.mode == "in_flight" else phase:
-            reward = await self.task.evaluate(llm, self.params, self.settings.trainer.evaluation)
+        watched: AbstractAsyncContextManager[Any] = nullcontext()
+        if view is not None:
+            watched = watch(
+                view, llm, lambda: view.show_progress(num_ended, num_samples, "evaluate")
+            )
+        async with nullcontext() if sync.mode == "in_flight" else phase, watched:
+            reward = await self.task.evaluate(llm, self.params, wanted, count_sample)
             answers = await self.task.greedy_answers(llm, self.params, NUM_ANSWERS)
         with closing(metrics.JsonlWriter(self.directory / "answers.jsonl", step - 1)) as file:
             file.log({"trainer/step": step, "answers": answers})
@@ -332,7 +405,12 @@ class Run:
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
         records_routing = engine.record_routing or algorithm.replay_routing
-        config = replace(engine, seed=self.seed, record_routing=records_routing)
+        config = replace(
+            engine,
+            seed=self.seed,
+            record_routing=records_routing,
+            num_threads=self.threads.engine,
+        )
         version = versions.reserve()
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
@@ -373,7 +451,7 @@ class Run:
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
-            self.task.prompts(self.seed),
+            self.prompts,
             self.task.reward,
             algorithm.group_size,
             algorithm.groups_per_step,
@@ -403,7 +481,7 @@ class Training:
 
     async def steps(
         self, step: int, stop: threading.Event
-    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, float]]]:
+    ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, Any]]]:
         """Train from `step` to the last step. Yields each step's number, batch and metrics.
 
         Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
@@ -414,7 +492,7 @@ class Training:
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
         weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
-        use = metrics.EngineUse(max(settings.num_engines, 1))
+        use = metrics.EngineUse(max(settings.num_engines, 1), self.run.clock)
         while step < trainer.num_steps:
             if stop.is_set():
                 self.save(step)
@@ -441,12 +519,22 @@ class Training:
                 num_trained_tokens=int(trained["train/num_tokens"]),
             )
             engine = {**stats.as_metrics(), **use.take(stats)}
-            yield step, batch, {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            row = {**batch.metrics, **trained, **evaluated, **engine, **rates}
+            yield step, batch, self.with_warnings(step, batch, row)
             # After the row is written, so that a resumed run finds a row for each finished step.
             # The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
+
+    def with_warnings(
+        self, step: int, batch: TrainingBatch, row: dict[str, float]
+    ) -> dict[str, Any]:
+        """Return the step's row, with warnings if the step taught nothing."""
+        settings, tokenizer = self.run.settings, as_tokenizer(self.run.task.tokenizer)
+        success_reward = settings.trainer.evaluation.success_reward
+        found = step_warnings(step, row, batch, settings.algorithm, tokenizer, success_reward)
+        return {**row, metrics.WARNINGS: found} if found else row
 
     async def next_batch(self) -> TrainingBatch:
         """Return the producer's next batch.
@@ -471,9 +559,15 @@ class Training:
 
         Reports the effective sample size to the producer, which may adapt its bound on staleness.
         """
+
+        def update() -> dict[str, float]:
+            use_threads(self.run.threads.trainer)  # an engine in this process may have another
+            return self.learner.update(batch.rollouts, step)
+
         with self.account.spend("train"):
-            # In another thread, so that this event loop can receive rollouts meanwhile.
-            trained = await asyncio.to_thread(self.learner.update, batch.rollouts, step)
+            # In another thread, so that this event loop can receive rollouts meanwhile. A second
+            # Ctrl-C does not wait for it.
+            trained = await in_thread(update, TRAINING_THREAD)
         if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])
         return trained
@@ -483,21 +577,3 @@ class Training:
         prompts = self.producer.state_dict()
         state = TrainerState(step=step, weights_version=self.versions.highest, prompts=prompts)
         self.learner.save(self.run.checkpoints, state, self.run.task.tokenizer)
-
-
-def main() -> None:
-    """Run the job that the command line and an entry config of conf/ describe."""
-    run_hydra_job(
-        run_job,
-        JobSettings,
-        config_path=str(CONFIG_DIRECTORY),
-        config_name="train",
-        shows_config=lambda settings: settings.logger.console and torchrun_place()[0] == 0,
-    )
-
-
-def run(words: Sequence[str]) -> int:
-    """Run `rollout train WORDS`. Returns 0; a failed job raises SystemExit. Sets sys.argv."""
-    sys.argv = ["rollout train", *words]
-    main()
-    return 0

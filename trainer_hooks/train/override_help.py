@@ -6,25 +6,28 @@ complete one. Only reads config files.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import MISSING, OmegaConf
 
-from rollout.errors import ConfigError
 from rollout.keyword_hints import field_types
 from trainer_hooks.train.config_loading import as_plain, dataclass_of
+from trainer_hooks.train.overrides import (
+    Words,
+    check_groups,
+    entry_configs,
+    errors_on_one_line,
+    groups_of,
+    opened_configs,
+    parsed_override,
+)
 
 _USAGE = """\
 usage: rollout train [--config-name NAME] [--config-dir DIR] [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -39,7 +42,6 @@ overrides come on top.
 """
 _LEFT_OPEN = MISSING  # the value ??? of a key or a group that has no default
 _DEFAULT = "default"
-_NO_ENTRIES = ("_dummy_empty_config_", "base")
 
 
 class Setting(NamedTuple):
@@ -49,53 +51,36 @@ class Setting(NamedTuple):
     source: str
 
 
-def override_help(kind: type, directory: Path, config_name: str, arguments: Sequence[str]) -> str:
+def override_help(kind: type, directory: Path, words: Words) -> str:
     """Return the help of a job whose whole config is a `kind`.
 
-    `directory`, `config_name`: directory of the configs, and its entry config if `arguments` do not
-    name one. `arguments`: the command line, whose overrides `checked_overrides` returned.
+    `directory`: directory of the configs. `words`: the command line.
     Raises ConfigError for a config or an option that does not exist.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config-name", "-cn", default=config_name)
-    parser.add_argument("--config-dir", "-cd", type=Path)
-    parser.add_argument("--cfg", "-c")  # no effect on the help
-    given, others = parser.parse_known_args(list(arguments))
-    overrides = [argument for argument in others if is_override(argument)]
-    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
-        loader: Any = GlobalHydra.instance().config_loader()
-        if given.config_dir is not None:
-            loader.config_search_path.prepend("own", f"file://{given.config_dir.resolve()}")
-            loader.repository.initialize_sources(loader.config_search_path)
-        try:
-            return "\n".join(_help(kind, loader, given.config_name, overrides))
-        except HydraException as error:
-            raise ConfigError(str(error)) from error
+    with opened_configs(directory, words) as loader, errors_on_one_line():
+        return "\n".join(_help(kind, loader, words))
 
 
-def is_override(argument: str) -> bool:
-    """Return whether Hydra's parser takes an argument as an override: KEY=VALUE or ~KEY."""
-    return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
-
-
-def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -> Iterator[str]:
+def _help(kind: type, loader: Any, words: Words) -> Iterator[str]:
+    config_name = words.options.config_name
+    overrides = [parsed_override(override) for override in words.overrides]
     # Only a multirun may leave a group without a choice, as train.yaml leaves `data`.
-    composed = loader.compute_defaults_list(config_name, list(overrides), RunMode.MULTIRUN)
+    check_groups(loader, config_name, overrides, kind, RunMode.MULTIRUN)
+    composed = loader.compute_defaults_list(config_name, words.overrides, RunMode.MULTIRUN)
     written: dict[str, Setting] = {}
     for part in composed.defaults:
         if not part.config_path.startswith("hydra/"):
             values = OmegaConf.to_container(loader.repository.load_config(part.config_path).config)
             _write(written, part.package or "", values, f"{part.config_path}.yaml")
-    groups = [group for group in loader.list_groups("") if group != "hydra"]
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
+    groups = groups_of(loader)
+    for override in overrides:
         if override.is_delete():
             _delete(written, override.key_or_group)
         elif override.key_or_group not in groups:
             _, _, text = (override.input_line or "").partition("=")
             value = text if override.is_sweep_override() else override.value()
             _write(written, override.key_or_group, value, "command line")
-    entries = [name for name in loader.get_group_options("") if name not in _NO_ENTRIES]
-    yield _USAGE.format(entries=", ".join(entries))
+    yield _USAGE.format(entries=", ".join(entry_configs(loader)))
     yield f"groups of {config_name}, GROUP=OPTION:"
     for group in groups:
         chosen = composed.overrides.known_choices.get(group)
@@ -103,7 +88,11 @@ def _help(kind: type, loader: Any, config_name: str, overrides: Sequence[str]) -
         given = f"{group}={'' if chosen == _LEFT_OPEN else chosen}"
         yield f"  {given:<26} or {', '.join(others)}"
     yield f"\nkeys of {config_name}, KEY=VALUE, and where the value comes from:"
+    section = ""
     for key, choices, setting in _settings(kind, written, ""):
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            yield ""
         shown = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
         is_open = setting.value == _LEFT_OPEN
         given, source = (

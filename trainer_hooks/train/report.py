@@ -1,7 +1,11 @@
-"""A run as one HTML page: curves, staleness, time, and samples coloured by version.
+"""One or several runs as one HTML page: results, what ran, curves, staleness, time and samples.
 
-`trainer_hooks.train.main` writes the page when a run ends. For a run in progress, people run
-python -m trainer_hooks.train.report outputs/train/demo/seed_0
+`trainer_hooks.train.main` writes the page of each seed when it ends, and the page of all seeds.
+`rollout report` (`run`) writes the page of runs in progress, and of several runs in one:
+
+    rollout report outputs/train/demo/seed_0
+    rollout report outputs/train/demo outputs/train/ppo         # curves over each other
+    rollout report outputs/train/demo --figure reward.pdf       # the reward alone, for a paper
 """
 
 from __future__ import annotations
@@ -9,175 +13,246 @@ from __future__ import annotations
 import argparse
 import html
 import json
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NoReturn
+from urllib.parse import quote
 
 from rollout.errors import ConfigError
+from trainer_hooks.files import replace_text
+from trainer_hooks.metrics import figures
 from trainer_hooks.metrics.axes import TRAINER_STEP
-from trainer_hooks.metrics.histogram import NUM_BINS, read_histogram
-from trainer_hooks.metrics.jsonl import iterate_jsonl, read_jsonl, rotated_path
 from trainer_hooks.metrics.stage_clock import minutes
-from trainer_hooks.train.samples import (
-    FILE_NAME,
-    Sample,
-    best_worst_or_middle,
-    figures_of,
-    reward_text,
-    terms_text,
-    versions_text,
-    visible,
+from trainer_hooks.metrics.step_warnings import WARNINGS, run_warnings
+from trainer_hooks.train.plots import write_figure
+from trainer_hooks.train.report_charts import curve_charts, evaluation_charts, share_charts
+from trainer_hooks.train.report_samples import (
+    SAMPLE_STYLE,
+    sample_lengths,
+    samples_section,
+    shown_samples,
+    text_html,
 )
-from trainer_hooks.train.summary import WINDOW_STEPS
-from trainer_hooks.train.svg_charts import STYLE, Point, legend, line_chart, stacked_chart
-
-T = TypeVar("T")
+from trainer_hooks.train.run_files import CONFIG_NAME
+from trainer_hooks.train.run_results import RunResults, SeedResults, read_runs
+from trainer_hooks.train.samples import Sample
+from trainer_hooks.train.svg_charts import SCRIPT, STYLE
 
 REPORT_NAME = "report.html"
-# Metrics of each chart by its title, in the order of the page. Charts without values are left out.
-CURVES = {
-    "reward": ("reward", "eval/greedy_reward"),
-    "reward within a group, deviation": ("reward_std",),
-    "rewards by term": ("rewards/*/mean",),
-    "completion length, tokens": ("completions/mean_length", "completions/max_length"),
-    "share of completions cut": ("completions/clipped_ratio",),
-    "entropy, nats": ("train/entropy",),
-    "loss": ("train/loss",),
-    "gradient norm": ("train/grad_norm",),
-    "KL to the reference, nats": ("train/kl",),
-    "share of tokens clipped": ("train/clip_ratio/region_mean",),
-    "staleness, versions": ("policy_staleness/mean", "policy_staleness/max"),
-    "bound on staleness, versions": ("producer/max_staleness_versions",),
-    "effective sample size of a batch, share": ("producer/ess",),
-    "groups that were dropped or made again": ("rollouts/num_*_groups",),
-    "groups that were filtered, by reason": ("rollouts/filtered/*",),
-    "rollouts that failed, by fault": ("rollouts/num_failures/*",),
-    "tokens per second": ("completions/tokens_per_s", "train/tokens_per_s"),
-    "warm-up: reward": ("warmup/reward",),
-    "warm-up: loss": ("warmup/loss",),
-}
-WARMUP_STEP = "warmup/step"
-_TIME_SHARE = "timing_share/"  # prefix of a share of the time account
-# Metrics of held-out prompts; those of a source are eval/<source>/<name>.
-EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
+_MAX_NAME_LENGTH = 100  # of the runs in a file name
 _PAGE_STYLE = """
-:root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc; }
+:root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc;
+  --warning: #b3261e; --warning-page: #fdecea; }
 @media (prefers-color-scheme: dark) {
-  :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444; } }
+  :root { --page: #15181c; --text: #e6e6e6; --quiet: #a5a5a5; --rule: #444;
+    --warning: #ffb4ab; --warning-page: #3a1714; } }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1280px;
   padding: 0 1rem; color: var(--text); background: var(--page); }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-nav a { margin-right: 1rem; color: inherit; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+nav { margin-top: 1rem; } nav a { margin-right: 1rem; } a { color: inherit; }
 .charts { display: grid; gap: 1.4rem 1.2rem;
   grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
 figure { margin: 0; min-width: 0; } figcaption { font-weight: 600; font-size: .9rem; }
 .legend { font-size: .8rem; }
-table { border-collapse: collapse; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
 td, th { padding: .15rem .8rem .15rem 0; text-align: left; font-weight: 400; vertical-align: top; }
 th { color: var(--quiet); } td { font-variant-numeric: tabular-nums; }
+.results td { white-space: nowrap; }
+thead th { color: inherit; font-weight: 600; }
+code { font-size: .9em; overflow-wrap: anywhere; }
+.warnings { color: var(--warning); background: var(--warning-page); margin: 1rem 0;
+  border-left: 4px solid var(--warning); padding: .5rem .8rem; list-style: none;
+  overflow-wrap: anywhere; }
 .note { color: var(--quiet); }
-"""
-
-STEPS_WITH_SAMPLES, SAMPLES_PER_STEP = 8, 3
-_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer text is left out
-_SUMMARY_CHARACTERS = 110
-_AGES = ("0 versions", "1", "2", "3 or more")
-SAMPLE_STYLE = """
-:root { --age0: #d7efd7; --age1: #fff1b8; --age2: #ffd8a8; --age3: #ffc9c9; --tool: #e6e6e6; }
-@media (prefers-color-scheme: dark) {
-  :root { --age0: #1f4a2a; --age1: #57490f; --age2: #6b3d0e; --age3: #6e2626; --tool: #3a3d42; } }
-article { border-left: 3px solid var(--rule); padding-left: .8rem; margin: 1rem 0; }
-article p { margin: .2rem 0; font-size: .9rem; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; max-height: 26em;
-  overflow: auto; font-size: 13px; unicode-bidi: plaintext; }
-summary { cursor: pointer; overflow-wrap: anywhere; } h3 { font-size: 1rem; display: inline; }
-.prompt { color: var(--quiet); font-size: .9rem; }
-.age0, .age1, .age2, .age3, .tool { border-radius: 3px; padding: 0 1px; color: var(--text); }
-.age0 { background: var(--age0); } .age1 { background: var(--age1); }
-.age2 { background: var(--age2); } .age3 { background: var(--age3); }
-.tool { background: var(--tool); font-style: italic; border-bottom: 2px dotted currentColor; }
-sup { font-size: .7em; margin-right: 2px; user-select: none; }
+.side-by-side { display: flex; flex-wrap: wrap; gap: 0 3rem; }
+.side-by-side section { flex: 1 1 26rem; min-width: 0; }
+@media (max-width: 600px) {
+  .stacked, .stacked :is(thead, tbody) { display: block; } .results td { white-space: normal; }
+  .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(6.5rem, 1fr)); }
+  .stacked :is(th, td) { min-width: 0; overflow-wrap: anywhere; }
+  .stacked tr > :first-child { grid-column: 1 / -1; padding-top: .4rem; } }
 """
 
 
-def write_report(directory: Path | str, title: str | None = None) -> Path:
-    """Write report.html from a run's metrics.jsonl and completions.jsonl. Returns its path.
+def write_report(
+    *directories: Path | str, output: Path | str | None = None, title: str | None = None
+) -> Path:
+    """Write the page of the runs in `directories`, and return its path.
 
-    The run may be in progress, or may have been killed.
-    `title`: heading of the page; None takes the directory. Raises ConfigError for a directory
-    without metrics.jsonl.
+    Each is the directory of a run, with its seeds in seed_*, or of one seed. Runs may be in
+    progress, or may have been killed. `output`: the file, by default report.html in the directory,
+    or report-<runs>.html in the working directory for several. It is replaced. `title`: heading of
+    the page. Raises ConfigError for a directory without metrics.jsonl.
     """
-    directory = Path(directory)
-    if not (directory / "metrics.jsonl").exists():
-        raise ConfigError(f"{directory} holds no metrics.jsonl; name the directory of a run")
-    rows = read_jsonl(directory / "metrics.jsonl")
-    samples = _samples_of_shown_steps(directory / FILE_NAME)
-    path = directory / REPORT_NAME
-    path.write_text(report_page(rows, samples, title or str(directory)), encoding="utf-8")
+    paths = [Path(directory) for directory in directories]
+    runs = read_runs(paths)
+    path = default_output(paths, runs) if output is None else Path(output)
+    replace_text(path, report_page(runs, path.parent, title))
     return path
 
 
-def _samples_of_shown_steps(path: Path) -> list[Mapping[str, Any]]:
-    """Return the samples of the steps that the page shows. All samples may take gigabytes."""
-    parts = [part for part in (rotated_path(path), path) if part.exists()]
-    steps = {sample[TRAINER_STEP] for part in parts for sample in iterate_jsonl(part)}
-    shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
-    return [s for part in parts for s in iterate_jsonl(part) if s[TRAINER_STEP] in shown]
+def default_output(paths: Sequence[Path], runs: Sequence[RunResults]) -> Path:
+    """Return the file of a report of the runs in `paths`."""
+    if len(paths) == 1:
+        return paths[0] / REPORT_NAME
+    names = "-".join(run.name.replace("/", "_") for run in runs)
+    return Path(f"report-{names[:_MAX_NAME_LENGTH]}.html")
 
 
-def report_page(
-    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], title: str
-) -> str:
-    """Return the page as text. `rows`: from metrics.jsonl. `samples`: from completions.jsonl.
+def report_page(runs: Sequence[RunResults], directory: Path, title: str | None = None) -> str:
+    """Return the page as text. `directory`: where it will be, for links to files of the runs.
 
-    The page needs no other file and no network, and is well-formed XML.
+    The page needs no other file and no network, and is well-formed XML. One seed has curves with
+    all metrics of a kind in one chart, and samples. Several seeds of a run are a mean with a band.
+    Several runs have a chart per metric with a line for each run.
     """
-    steps = [row for row in rows if row.get("reward") is not None]
+    lengths = [[sample_lengths(seed.directory) for seed in run.seeds] for run in runs]
+    is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
+    samples: list[Sample] = []
+    if is_alone:
+        samples = shown_samples(runs[0].seeds[0].directory, lengths[0][0])
     sections = {
-        "Curves": _charts(_curves(rows)),
-        "Evaluation": _charts(_evaluations(rows)),
-        "Age of tokens and time": _charts(_lags_and_times(steps)),
+        "Curves": _grid(curve_charts(runs)),
+        "Evaluation": _grid(evaluation_charts(runs)),
+        "Age of tokens, lengths and time": _grid(share_charts(runs, lengths)),
         "Samples": samples_section(samples),
     }
     present = {name: text for name, text in sections.items() if text}
     links = " ".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in present)
+    heading = text_html(_title(runs) if title is None else title)
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>',
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
-        f"<title>{html.escape(title)}</title>",
+        f"<title>{heading}</title>",
         f"<style>{_PAGE_STYLE}{STYLE}{SAMPLE_STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
-        _summary_table(rows, steps),
+        f"<h1>{heading}</h1>",
+        _warnings_html(runs),
+        f'<div class="{"side-by-side" if is_alone else ""}">',
+        f"<section><h2>Results</h2>{_results(runs)}</section>{_what_ran(runs, directory)}</div>",
         f"<nav>{links}</nav>",
         *(f'<h2 id="{_anchor(name)}">{name}</h2>{text}' for name, text in present.items()),
-        "</body></html>\n",
+        f"{SCRIPT}</body></html>\n",
     ]
     return "\n".join(parts)
 
 
+def _grid(charts: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+
+
 def _anchor(name: str) -> str:
-    return name.lower().replace(" ", "-")
+    return name.lower().replace(" ", "-").replace(",", "")
 
 
-def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> str:
-    cells = {}
-    if steps:
-        num_steps = max(min(WINDOW_STEPS, len(steps) // 2), 1)
-        first, last = steps[:num_steps], steps[-num_steps:]
-        seconds = sum(row.get("timing_s/step") or 0.0 for row in steps)
-        tokens = sum(row.get("completions/num_tokens") or 0 for row in steps)
-        rewards = (fmean(row["reward"] for row in part) for part in (first, last))
-        cells = {
-            "steps": f"{steps[-1].get(TRAINER_STEP, len(steps)):,}",
-            f"reward, first and last {num_steps} steps, means": _arrow(rewards),
-            "time": minutes(seconds),
-            "tokens generated": f"{tokens:,.0f}",
-        }
-    held_out = [v for row in rows if (v := row.get("eval/greedy_reward")) is not None]
-    if held_out:
-        cells["held-out reward, greedy"] = _arrow(dict.fromkeys([held_out[0], held_out[-1]]))
+def _title(runs: Sequence[RunResults]) -> str:
+    """Return the heading: what a single run trained, or the names of several runs."""
+    if len(runs) > 1:
+        return " · ".join(run.name for run in runs)
+    (run,) = runs
+    title = run.seeds[0].last_start.get("title")
+    if title is None or len(run.seeds) > 1:
+        return run.label if title is None else f"{title}, {len(run.seeds)} seeds"
+    return f"{title}, {run.seeds[0].name.replace('_', ' ')}"
+
+
+# ---- warnings, results, and what ran
+
+
+def _warnings_html(runs: Sequence[RunResults]) -> str:
+    """Return a list of the warnings of each seed; "" without one."""
+    found = [
+        (f"{run.name}, {seed.name}: " if len(_columns(runs)) > 1 else "") + text
+        for run in runs
+        for seed in run.seeds
+        for text in warnings_of(seed.rows)
+    ]
+    items = "".join(f"<li>{text_html(text)}</li>" for text in found)
+    return f'<ul class="warnings">{items}</ul>' if items else ""
+
+
+def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how often a run had each kind of warning, and the texts of the last step with one."""
+    last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get(WARNINGS))), {})
+    return [*run_warnings(rows), *last.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of a table: its heading, and the seeds that it sums up."""
+
+    name: str
+    seeds: Sequence[SeedResults]
+
+
+def _columns(runs: Sequence[RunResults]) -> list[_Column]:
+    """Return a column per run; if there is only one, a column per seed, after one of all seeds."""
+    if len(runs) > 1:
+        return [_Column(run.label, run.seeds) for run in runs]
+    seeds = runs[0].seeds
+    every = [_Column(f"mean of {len(seeds)} seeds (range)", seeds)] if len(seeds) > 1 else []
+    return [*every, *(_Column(seed.name.replace("_", " "), [seed]) for seed in seeds)]
+
+
+def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: str) -> str:
+    """Return a table of HTML cells by label, a column for each of `columns`; empty rows go."""
+    head = ""
+    if len(columns) > 1:
+        names = "".join(f"<th>{text_html(column.name)}</th>" for column in columns)
+        head = f"<thead><tr><td></td>{names}</tr></thead>"
+    lines = "".join(
+        f"<tr><th>{label}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        for label, cells in rows.items()
+        if any(cells)
+    )
+    if not lines:
+        return ""
+    size = f'class="{kind}" style="--columns: {len(columns)}"'
+    return f'<div class="wide"><table {size}>{head}<tbody>{lines}</tbody></table></div>'
+
+
+def _results(runs: Sequence[RunResults]) -> str:
+    """Return a table of the results of each run, or of each seed of a single run."""
+    columns = _columns(runs)
+    if not any(seed.steps for run in runs for seed in run.seeds):
+        return '<p class="note">No training step is in the metrics.</p>'
+    labels = dict.fromkeys(label for run in runs for seed in run.seeds for label in _numbers(seed))
+    rows = {
+        label: [_summed_up([_numbers(seed).get(label) for seed in c.seeds]) for c in columns]
+        for label in labels
+    }
+    return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Numbers of one seed that a table shows together, as a change from the first to the last."""
+
+    values: Sequence[float]
+    shown: Callable[[float], str]
+    note: str = ""
+
+
+def _numbers(seed: SeedResults) -> dict[str, _Numbers]:
+    """Return what the table says of a seed, by label."""
+    steps, found = figures.training_steps(seed.rows), {}
+    reward, held_out = figures.sampled_reward(steps), figures.held_out_reward(seed.rows)
+    if held_out is not None:
+        note = figures.of_prompts(held_out.num)
+        found["held-out reward, greedy"] = _change(held_out, note)
+    if reward is not None:
+        note = "" if reward.num is None else f" ({reward.num} steps each)"
+        found["sampled reward, first and last steps"] = _change(reward, note)
+    found["steps"] = _Numbers([len(steps)], "{:,.0f}".format)
+    found["time of all steps"] = _Numbers([figures.total_seconds(steps)], minutes)
+    if (step_s := figures.step_seconds(steps)) is not None:
+        found["time of a step, last steps"] = _Numbers([step_s], "{:,.2f} s".format)
+    num_tokens = sum(row.get(figures.NUM_TOKENS) or 0 for row in steps)
+    found["tokens generated"] = _Numbers([num_tokens], "{:,.0f}".format)
+    if (rate := figures.tokens_per_s(steps)) is not None:
+        found["tokens per second"] = _Numbers([rate], "{:,.0f}".format)
     shares = {
         "tokens older than the weights they train": "policy_staleness/stale_fraction",
         "rollouts that failed": "failed_fraction",
@@ -185,250 +260,135 @@ def _summary_table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[st
     }
     for label, name in shares.items():
         if values := [row[name] for row in steps if row.get(name) is not None]:
-            cells[label] = f"{fmean(values):.1%}"
-    text = "" if steps else '<p class="note">No training step is in the metrics.</p>'
-    lines = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in cells.items())
-    return text + (f"<table>{lines}</table>" if lines else "")
+            found[label] = _Numbers([fmean(values)], "{:.1%}".format)
+    return found
 
 
-def _arrow(values: Any) -> str:
-    return " → ".join(f"{value:.3f}" for value in values)
+def _change(change: figures.RewardChange, note: str) -> _Numbers:
+    values = [change.before] if change.after is None else [change.before, change.after]
+    return _Numbers(values, "{:.3f}".format, note)
 
 
-# ---- charts
+def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
+    """Return the means over the seeds that have the figure, with the range if they differ."""
+    given = [figure for figure in seeds if figure is not None]
+    num_values = max((len(figure.values) for figure in given), default=0)
+    given = [figure for figure in given if len(figure.values) == num_values]
+    if not given:
+        return "-" if seeds else ""
+    texts, show = [], given[0].shown
+    for values in zip(*(figure.values for figure in given), strict=True):
+        low, mean, high = show(min(values)), show(fmean(values)), show(max(values))
+        texts.append(mean if low == high else f"{mean} ({low} to {high})")
+    return " → ".join(texts) + given[0].note
 
 
-def _charts(figures: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
+    """Return a table of the command, the versions and the files of each run."""
+    columns = [_Column(run.label, run.seeds) for run in runs]
+    cells = [_about(run, directory) for run in runs]
+    rows = {label: [own[label] for own in cells] for label in cells[0]}
+    table = _table(rows, columns, "stacked")
+    return f"<section><h2>What ran</h2>{table}</section>" if table else ""
 
 
-def _figure(title: str, names: Sequence[str], chart: str) -> str:
-    return f"<figure><figcaption>{html.escape(title)}</figcaption>{chart}{legend(names)}</figure>"
-
-
-def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    figures = []
-    names = dict.fromkeys(name for row in rows for name in row)
-    for title, wanted in CURVES.items():
-        series = {
-            name: points
-            for pattern in wanted
-            for name in names
-            if _fits(name, pattern) and (points := _points(rows, name))
-        }
-        if any("*" in pattern for pattern in wanted):
-            series = _short_names(series)
-        if title == "rewards by term" and len(series) == 1:
-            continue  # equals the reward
-        if series:
-            figures.append(_figure(title, list(series), line_chart(series)))
-    return figures
-
-
-def _short_names(series: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return the series under short names, without counts that are always 0."""
-    short = {}
-    for name, points in series.items():
-        prefix, _, own = name.partition("/")
-        if prefix == "rewards":
-            short[own.removesuffix("/mean")] = points
-        elif any(count for _, count in points):
-            own = own.rpartition("/")[2].removeprefix("num_").removesuffix("_groups")
-            short[own.replace("_", " ")] = points
-    return short
-
-
-def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a chart per evaluation metric, with a line per source."""
-    charts: dict[str, dict[str, list[Point]]] = defaultdict(dict)
-    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("eval/")):
-        source, _, metric = name.removeprefix("eval/").rpartition("/")
-        if metric.startswith(EVALUATED) and (points := _points(rows, name)):
-            charts[metric][source or "all"] = points
-    return [
-        _figure(f"held out: {metric}", list(series), line_chart(series))
-        for metric, series in charts.items()
-        if metric != "greedy_reward" or len(series) > 1  # else it is in the chart of the reward
-    ]
-
-
-def _fits(name: str, pattern: str) -> bool:
-    start, star, end = pattern.partition("*")
-    if not star:
-        return name == pattern
-    is_long = len(name) > len(start) + len(end)
-    return is_long and name.startswith(start) and name.endswith(end)
-
-
-def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    axis = WARMUP_STEP if name.startswith("warmup/") else TRAINER_STEP
-    if name.startswith("rollouts/"):  # a count that is missing is 0
-        return [(row.get(axis, 0), row.get(name) or 0) for row in rows if "reward" in row]
-    return [
-        (row.get(axis, 0), row[name])
-        for row in rows
-        if isinstance(row.get(name), int | float) and abs(row[name]) < 1e300
-    ]
-
-
-def _lags_and_times(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not steps:
-        return []
-    xs = [row.get(TRAINER_STEP, 0) for row in steps]
-    parts = {
-        "tokens trained on, by age in versions": _lag_shares(steps),
-        "time of a step, shares": _time_shares(steps),
-    }
-    return [_figure(name, list(own), stacked_chart(xs, own)) for name, own in parts.items() if own]
-
-
-def _lag_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    counts = [read_histogram(row, "policy_staleness") for row in steps]
-    totals = [max(sum(own.values()), 1) for own in counts]
+def _about(run: RunResults, directory: Path) -> dict[str, str]:
+    """Return the cells about a run by their labels. An unknown one is empty."""
+    start = run.seeds[0].last_start
+    versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
+    num_ranks = start.get("num_ranks", 1)
+    began = start.get("time", "").replace("T", " ")
+    if (num_starts := len(run.seeds[0].starts)) > 1:
+        step = start[TRAINER_STEP]
+        began += f", start {num_starts}, from step {step:,}"
     return {
-        f"{age}+" if age == NUM_BINS else str(age): [
-            own.get(age, 0) / total for own, total in zip(counts, totals, strict=True)
-        ]
-        for age in sorted({age for own in counts for age in own})
+        "algorithm, data": text_html(start.get("title", "")),
+        "model": text_html(start.get("model", "")),
+        "command": _code(start.get("command", "")),
+        "overrides": "<br/>".join(map(_code, start.get("overrides", []))),
+        "ranks of torchrun": f"{num_ranks:,}" if num_ranks > 1 else "",
+        "versions": text_html(versions),
+        "commit": _code(start.get("commit") or ""),
+        "started": text_html(began),
+        "Weights &amp; Biases": "<br/>".join(
+            _web_link(wandb) for seed in run.seeds if (wandb := seed.last_start.get("wandb"))
+        ),
+        "settings": _links(run, CONFIG_NAME, directory),
+        "report of each seed": _links(run, REPORT_NAME, directory) if len(run.seeds) > 1 else "",
     }
 
 
-def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the shares of each step's time by category, the category with the largest sum first.
-
-    Categories that are always below 1% are left out.
-    """
-    names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
-    shares = {
-        name.removeprefix(_TIME_SHARE): [row.get(name) or 0.0 for row in steps] for name in names
-    }
-    ordered = sorted(shares, key=lambda name: -sum(shares[name]))
-    return {name: shares[name] for name in ordered if max(shares[name]) >= 0.01}
+def _links(run: RunResults, name: str, directory: Path) -> str:
+    """Return links to the file `name` of each seed that has it."""
+    links = []
+    for seed in run.seeds:
+        if (path := seed.directory / name).exists():
+            url = quote(os.path.relpath(path, directory))
+            label = name if len(run.seeds) == 1 else seed.name.replace("_", " ")
+            links.append(f'<a href="{html.escape(url)}">{text_html(label)}</a>')
+    return ", ".join(links)
 
 
-# ---- samples
+def _web_link(text: str) -> str:
+    """Return a text such as "W&B: https://..." with its address as a link."""
+    _, is_address, rest = text.partition("https://")
+    if not is_address:
+        return _code(text.removeprefix("W&B, offline: "))
+    url = html.escape(f"https://{rest}")
+    return f'<a href="{url}">{url}</a>'
 
 
-def samples_section(samples: Sequence[Sample]) -> str:
-    """Return the HTML of samples from STEPS_WITH_SAMPLES steps spread over the run.
-
-    The last step is unfolded. Returns "" without samples.
-    """
-    by_step: dict[int, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        by_step[sample[TRAINER_STEP]].append(sample)
-    steps = spread(sorted(by_step), STEPS_WITH_SAMPLES)
-    if not steps:
-        return ""
-    parts = [_age_legend()]
-    for step in reversed(steps):
-        is_open = ' open="open"' if step == steps[-1] else ""
-        shown = "".join(map(_article, chosen_samples(by_step[step], SAMPLES_PER_STEP)))
-        summary = f"<summary><h3>step {step:,}</h3></summary>"
-        parts.append(f"<details{is_open}>{summary}{shown}</details>")
-    return "\n".join(parts)
+def _code(text: str) -> str:
+    return f"<code>{text_html(text)}</code>" if text else ""
 
 
-def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return samples of a step, one of each of `count` evenly spread groups.
-
-    They are in turn the best, the worst and the middle one of their group. A failed sample counts
-    as the worst of its group.
-    """
-    groups: dict[int, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        groups[sample["group"]].append(sample)
-    chosen = []
-    for i, group in enumerate(spread(list(groups), count)):
-        order = sorted(groups[group], key=_reward, reverse=True)
-        chosen.append(best_worst_or_middle(order, i))
-    return chosen
+# ---- the command
 
 
-def _reward(sample: Sample) -> float:
-    return float("-inf") if sample["reward"] is None else float(sample["reward"])
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, which `rollout` reports as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` (2 or more) of `items`, evenly spread from the first to the last, or all."""
-    if len(items) <= count:
-        return list(items)
-    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
-
-
-def _age_legend() -> str:
-    boxes = " ".join(f'<span class="age{i}">{name}</span>' for i, name in enumerate(_AGES))
-    return (
-        '<p class="note">Each step shows the best of one group, the worst of another, one between. '
-        f"Colours show how many versions older the sampling weights are than the trained: {boxes} "
-        '<span class="tool">not trained on: text of tools, users or failed rollouts</span></p>'
+def run(words: Sequence[str]) -> int:
+    """Run `rollout report WORDS`: write a page or a figure and print its path. Returns 0."""
+    parser = _Parser(
+        prog="rollout report",
+        description="Draw the results of runs of rollout train: one HTML page, or a figure.",
+        allow_abbrev=False,
     )
-
-
-def _article(sample: Sample) -> str:
-    source, state = sample.get("data_source"), sample.get("state")
-    versions = f"{versions_text(sample)}, trained at {sample['train_version']}"
-    figures = [
-        "" if source is None else html.escape(str(source)),
-        f"<b>{html.escape(reward_text(sample))}</b>",
-        html.escape(terms_text(sample)) if len(sample["rewards"]) > 1 else "",
-        *map(html.escape, figures_of(sample, versions)),
-    ]
-    parts = [f"<p>{' · '.join(filter(None, figures))}</p>", _prompt(sample["prompt"])]
-    text = f'<pre tabindex="0" aria-label="completion">{_spans(sample)}</pre>'
-    if state:
-        shown = f"<pre>{_text(json.dumps(state, indent=1, ensure_ascii=False))}</pre>"
-        text += f'<details class="prompt"><summary>state</summary>{shown}</details>'
-    return f"<article>{''.join(parts)}{text}</article>"
-
-
-def _prompt(prompt: str) -> str:
-    text = prompt.strip()
-    if len(text) <= _SUMMARY_CHARACTERS and "\n" not in text:
-        return f'<p class="prompt">{_text(text)}</p>'
-    end = "… " + " ".join(text[-_SUMMARY_CHARACTERS:].split())
-    shown = _text(_cut(text, _MAX_CHARACTERS))
-    return f'<details class="prompt"><summary>{_text(end)}</summary><pre>{shown}</pre></details>'
-
-
-def _spans(sample: Sample) -> str:
-    """Return the completion's HTML: a span per run of a version, labelled if there are several."""
-    train_version, spans = sample["train_version"], sample["spans"]
-    names_versions = len({version for version, _ in spans}) > 1
-    limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)
-    parts = []
-    for version, text in spans:
-        if version is None:
-            kind, name = "tool", ""
-        else:
-            age = min(max(train_version - version, 0), len(_AGES) - 1)
-            kind, name = f"age{age}", f"<sup>v{version}</sup>" if names_versions else ""
-        parts.append(f'<span class="{kind}">{name}{_text(_cut(text, limit))}</span>')
-    return "".join(parts)
-
-
-def _cut(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    half, left_out = length // 2, len(text) - length
-    return f"{text[:half]}\n… {left_out:,} characters left out …\n{text[-half:]}"
-
-
-def _text(text: str) -> str:
-    return html.escape(visible(text))
-
-
-def main() -> None:
-    """Write the report of the run named on the command line."""
-    parser = argparse.ArgumentParser(description="the HTML report of a run")
-    parser.add_argument("directory", type=Path, help="the run's directory, with metrics.jsonl")
-    parser.add_argument("--title")
-    arguments = parser.parse_args()
-    try:
-        print(write_report(arguments.directory, arguments.title))
-    except ConfigError as error:
-        raise SystemExit(f"error: {error}") from error
-
-
-if __name__ == "__main__":
-    main()
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN",
+        help="directory of a run, such as outputs/train/demo, or of one of its seeds; several are "
+        "drawn over each other",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE",
+        help="the page (default: RUN/report.html, or report-RUN-RUN.html here for several)",
+    )  # fmt: skip
+    parser.add_argument("--title", help="heading of the page or the figure")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE",
+        help="write one chart to a .pdf, .svg or .png instead of a page; needs matplotlib",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metric", action="append", metavar="NAME",
+        help="a column of metrics.jsonl to draw in the figure; may be repeated (default: reward, "
+        "and for a single run eval/greedy_reward)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    given = parser.parse_intermixed_args(words)
+    if given.figure is None:
+        if given.metric:
+            raise ConfigError(
+                f"--metric {given.metric[0]} chooses what --figure FILE draws; give it"
+            )
+        path = write_report(*given.runs, output=given.output, title=given.title)
+    else:
+        if given.output is not None:
+            raise ConfigError(f"--output {given.output} with --figure; give one of them")
+        path = write_figure(read_runs(given.runs), given.figure, given.metric, given.title)
+    print(json.dumps({"path": str(path)}) if given.json else path)
+    return 0

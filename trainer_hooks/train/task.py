@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from rollout.errors import ConfigError
 from rollout.text import HFTokenizer, as_tokenizer, encode_prompts
 from trainer_hooks.environments import EnvironmentRollouts
 from trainer_hooks.environments.agent_rollouts import AgentRollouts
-from trainer_hooks.evaluate import evaluate
+from trainer_hooks.evaluation import evaluate
 from trainer_hooks.pretrained import load_pretrained
 from trainer_hooks.producer.groups import GeneratesAsync, RolloutLLM
 from trainer_hooks.prompts.chat_format import ChatFormat
@@ -150,6 +150,18 @@ class Task:
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
             )
             return policy
+        return self._own_model()
+
+    def num_parameters(self) -> int:
+        """Return the number of the initial policy's parameters, without loading its weights."""
+        with torch.device("meta"):  # no memory, and no draw of random weights
+            if (path := self._model.path) is None:
+                return int(self._own_model().num_parameters())
+            config = load_pretrained(AutoConfig, "model.path", path)
+            return int(AutoModelForCausalLM.from_config(config).num_parameters())
+
+    def _own_model(self) -> PreTrainedModel:
+        """Return a model of the settings' shape with random weights."""
         own: dict[str, Any] = {
             **self._model.shape,
             "vocab_size": len(self.tokenizer),
@@ -164,20 +176,28 @@ class Task:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
-        self, llm: GeneratesAsync, params: SamplingParams, settings: EvaluationSettings
+        self,
+        llm: GeneratesAsync,
+        params: SamplingParams,
+        settings: EvaluationSettings,
+        on_finished: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Return metrics of answers to the held-out prompts; {} without held-out prompts.
 
-        Greedy answers give `eval/greedy_reward`, `eval/<term>` for each reward term, and both for
-        each source as `eval/<source>/...`. If `settings.n` is not 0, that many samples of each
-        prompt give all metrics of `evaluate`, which replace terms of the same name. Samples have
-        the same seeds each time.
+        Greedy answers give `eval/greedy_reward`, `eval/num_prompts`, `eval/<term>` for each reward
+        term, and all of them for each source as `eval/<source>/...`. If `settings.n` is not 0, that
+        many samples of each prompt give all metrics of `evaluate`, which replace terms of the same
+        name. Samples have the same seeds each time. Calls `on_finished` at the end of each sample.
         """
         if not self.held_out:
             return {}
         params = replace(params, return_log_probs=False)
         greedy = replace(params, temperature=0.0)
-        own: dict[str, Any] = {"tokenizer": self.tokenizer, "rollout_fn": self.rollout_fn}
+        own: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "rollout_fn": self.rollout_fn,
+            "on_finished": on_finished,
+        }
         greedy_metrics = await evaluate(llm, self.held_out, self.reward, greedy, **own)
         metrics: dict[str, float] = {}
         for name, value in greedy_metrics.items():
@@ -185,6 +205,8 @@ class Task:
                 metrics[name.replace("/rewards/", "/")] = value
             elif name.endswith("/reward"):
                 metrics[f"{name.removesuffix('reward')}greedy_reward"] = value
+            elif name.endswith("/num_prompts"):
+                metrics[name] = value
         if not settings.n:
             return metrics
         answer_fn = None

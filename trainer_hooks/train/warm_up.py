@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from rollout import LLM, InferenceConfig, RolloutError, SamplingParams
+from rollout import LLM, InferenceConfig, SamplingParams
 from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.config import OWN_ENGINE
 from rollout.errors import ConfigError
 from rollout.step.seeds import mix_seed
 from rollout.text import as_tokenizer, encode_prompt
-from trainer_hooks.evaluate import evaluate
+from trainer_hooks.evaluation import evaluate
 from trainer_hooks.phase import generation_phase
 from trainer_hooks.prompts.ledger import PromptItem, PromptRows, as_prompt_item
 from trainer_hooks.train.settings import WarmupSettings
@@ -47,7 +47,7 @@ async def warm_up(
     """Train on the answers of the warm-up's prompts until samples score `target_reward`.
 
     Yields the metrics of each step. An engine that it starts measures the reward of samples drawn
-    with `params` at the settings' intervals and after the last step. Raises RolloutError if
+    with `params` at the settings' intervals and after the last step. Raises ConfigError if
     `max_steps` steps do not reach the target.
     """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
@@ -83,7 +83,7 @@ async def warm_up(
                 yield {**row, "timing_s/warmup": time.perf_counter() - start_s}
                 if latest >= settings.target_reward:
                     return
-    raise RolloutError(
+    raise ConfigError(
         f"the warm-up reached a sampled reward of {latest:.3f} in {settings.max_steps} steps, not "
         f"warmup.target_reward={settings.target_reward}; raise warmup.max_steps or lower the target"
     )

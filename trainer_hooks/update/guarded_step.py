@@ -12,20 +12,18 @@ import math
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from torch import nn
 
 from rollout.errors import ConfigError, RolloutError
 from rollout.models.plain_tensors import full_tensor
-from rollout.ranges import Interval, PositiveFloat, check_value
+from rollout.ranges import PositiveFloat, check_value
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.doctor.command import save_rollouts
+from trainer_hooks.update.settings import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
-MaxSkippedSteps = Annotated[int, Interval(1, 1_000_000)]
-DEFAULT_MAX_SKIPPED_STEPS = 5
 _log = logging.getLogger(__name__)
 
 

@@ -32,13 +32,10 @@ from trainer_hooks.losses.logprobs import token_entropies, token_logprobs
 from trainer_hooks.losses.merging import merged_metrics
 from trainer_hooks.losses.replay_routing import replay_routing
 from trainer_hooks.losses.terms import aggregation_denominator
-from trainer_hooks.update.guarded_step import (
-    DEFAULT_MAX_SKIPPED_STEPS,
-    GuardedStep,
-    MaxSkippedSteps,
-)
+from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.update.lean_passes import checkpointed_layers
 from trainer_hooks.update.packing import require_separate_rollouts
+from trainer_hooks.update.settings import DEFAULT_MAX_SKIPPED_STEPS, MaxSkippedSteps
 from trainer_hooks.update.token_tree import contiguous_parts, split_into_trees
 from trainer_hooks.update.tree_pass import (
     max_depth,

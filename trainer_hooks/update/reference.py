@@ -10,49 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from rollout.errors import ConfigError
-from rollout.keyword_hints import refuses_with_hints
-from rollout.ranges import PositiveFraction, PositiveInt, check_fields
 from trainer_hooks.collate import RolloutBatch
 from trainer_hooks.update.micro_batches import UpdateSettings, compute_logprobs
+from trainer_hooks.update.settings import ReferenceSettings
 from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
-
-# Keywords of TRL, and the names of the same settings here.
-REFERENCE_HINTS = {
-    "sync_ref_model": "set by sync_interval",
-    "ref_model_sync_steps": "sync_interval",
-    "ref_model_mixup_alpha": "sync_weight",
-}
-
-
-@refuses_with_hints(REFERENCE_HINTS, ConfigError)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceSettings:
-    """Settings for a reference that follows the policy.
-
-    `sync_interval`: number of training steps between two moves towards the policy. None: the
-    reference does not move. TRL: `ref_model_sync_steps`.
-    `sync_weight`: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
-    small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
-    Raises ConfigError for a value out of range.
-    """
-
-    sync_interval: PositiveInt | None = None
-    sync_weight: PositiveFraction = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        if self.sync_interval is None and self.sync_weight != 1.0:
-            raise ConfigError(
-                f"sync_weight={self.sync_weight} without sync_interval, with which the reference "
-                "stays as it is; set sync_interval, or leave sync_weight out"
-            )
 
 
 class ReferencePolicy:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rollout.backends.cpu.user_cache import private_folder
+from rollout.backends.cpu.user_cache import private_folder, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ def _acquire(file: TextIO) -> None:
     """Lock `file` until it is closed, or leave it unlocked where the file system has no locks.
     Raises CompileLimitError if another process keeps it locked."""
     end = None
-    while not _is_acquired(file):
+    while not try_lock(file):
         if end is None:
             logger.info("native kernels: another process compiles them; waiting (%s)", file.name)
             end = time.monotonic() + _COMPILE_WALL_S
@@ -233,17 +232,6 @@ def _acquire(file: TextIO) -> None:
                 "compilation: end that process"
             )
         time.sleep(_LOCK_POLL_S)
-
-
-def _is_acquired(file: TextIO) -> bool:
-    """Lock `file`. Returns False if another process has it locked."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.debug("cannot lock %s: %s", file.name, error)
-    return True
 
 
 def _compile(command: list[str], folder: Path, path: Path) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rollout.backends.base import ExpertWeights, RepackedWeight
 from rollout.backends.cpu.kernels import Kernels
 from rollout.backends.cpu.mapping import trim_heap
+from rollout.backends.cpu.native_weight import packed_bytes
 from rollout.backends.cpu.products import (
     BUCKETS,
     PLAIN,
@@ -79,13 +79,16 @@ class CpuOps(TorchOps):
         """Return x @ weight.T + bias, [T, N]."""
         return handle.products[bucket_of(x_TK.shape[0])](x_TK, handle)
 
-    def stage(self, handle: LinearHandle, parts: Sequence[Tensor]) -> Any:
+    def stage(
+        self, handle: LinearHandle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
+    ) -> Any:
         """Return a packed copy of the new weight, whose rows are `parts`; None if the handle's
-        products pack nothing."""
+        products pack nothing. The copy of a repacked weight is in memory of `allocate`, because it
+        is dropped with the other staged copies."""
         if handle.packing is None:
             return None
-        cast = [part.detach().to(handle.weight_NK.dtype) for part in parts]
-        return handle.packing.pack(torch.cat(cast) if len(cast) > 1 else cast[0])
+        cast = [part.to(handle.weight_NK.dtype).detach() for part in parts]
+        return handle.packing.pack(cast, allocate if handle.is_repacked else packed_bytes)
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:
         """Use the packed copy `staged`, or pack the weight again. See `LinearHandle.refresh`."""

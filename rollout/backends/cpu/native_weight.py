@@ -9,7 +9,7 @@ Shape letters: N out features, K in features, P panels, W out features of a pane
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_int64
 
 import torch
@@ -43,14 +43,23 @@ class NativeWeight:
         self.min_panels_per_thread = _MIN_WEIGHTS_PER_THREAD // (num_inputs * width) + 1
 
     @classmethod
-    def copy_of(cls, kernels: Kernels, weight_NK: Tensor, lanes: int) -> NativeWeight:
-        """Return a copy of a float32 or bfloat16 weight in panels of 2 * `lanes` outputs."""
-        num_outputs, num_inputs = weight_NK.shape
+    def copy_of(
+        cls,
+        kernels: Kernels,
+        parts: Sequence[Tensor],
+        lanes: int,
+        allocate: Callable[[int], Tensor],
+    ) -> NativeWeight:
+        """Return a copy of a float32 or bfloat16 weight, whose rows are `parts`, in panels of
+        2 * `lanes` outputs. `allocate` returns a number of zeros as bytes."""
+        num_outputs, num_inputs = sum(map(len, parts)), parts[0].shape[1]
         shape = -(-num_outputs // (2 * lanes)), num_inputs, 2 * lanes
-        # Mapped memory gets huge pages if the system has some: products are up to a tenth faster.
-        mapping = map_bytes("packed weight", math.prod(shape) * weight_NK.itemsize)
-        packed = cls(kernels, mapping.tensor.view(weight_NK.dtype).view(shape), num_outputs)
-        packed.write(weight_NK)
+        packed_N = allocate(math.prod(shape) * parts[0].itemsize)
+        packed = cls(kernels, packed_N.view(parts[0].dtype).view(shape), num_outputs)
+        start = 0
+        for part in parts:
+            packed.write(part, start)
+            start += len(part)
         return packed
 
     @classmethod
@@ -151,3 +160,9 @@ class NativeWeight:
             function(*addresses, *shape, first, last)
 
         self._kernels.split(-(-len(rows_RK) // width), work, self.min_panels_per_thread)
+
+
+def packed_bytes(num_bytes: int) -> Tensor:
+    """Return memory for a packed copy. It is mapped, and so gets huge pages if the system has some:
+    products are up to a tenth faster."""
+    return map_bytes("packed weight", num_bytes).tensor

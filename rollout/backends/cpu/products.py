@@ -9,7 +9,7 @@ Shape letters: T tokens, K in features, N out features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout.backends.base import RepackedWeight
 from rollout.backends.cpu.kernels import AMX, DOT, VECTORS, Kernels, LinearArgs
-from rollout.backends.cpu.native_weight import NativeWeight
+from rollout.backends.cpu.native_weight import NativeWeight, packed_bytes
 from rollout.errors import ConfigError
 
 SWITCH = "ROLLOUT_TUNE"  # environment variable
@@ -69,8 +69,9 @@ class Product:
         """Return whether `repack` supports this weight."""
         return False
 
-    def pack(self, weight_NK: Tensor) -> Any:
-        """Return a packed copy of the weight; None if the product needs none."""
+    def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Any:
+        """Return a packed copy of the weight whose rows are `parts`; None if the product needs
+        none. `allocate` returns memory for it, which some products do not use."""
         return None
 
     def repack(self, weight_NK: Tensor) -> RepackedWeight:
@@ -138,7 +139,7 @@ class LinearHandle:
             if staged is not None:
                 self.packed.exchange(staged)
         elif staged is None and self.packing is not None:
-            self.packed = self.packing.pack(self.weight_NK)
+            self.packed = self.packing.pack([self.weight_NK], packed_bytes)
         else:
             self.packed = staged
         self.products = self.chosen
@@ -163,8 +164,8 @@ class OneDnnProduct(Product):
     def suits(self, weight_NK: Tensor) -> bool:
         return _is_floating_on_cpu(weight_NK) and _onednn_works(weight_NK.dtype)
 
-    def pack(self, weight_NK: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
+    def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Tensor:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(_joined(parts), _PACK_BATCH)
         return packed
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
@@ -183,8 +184,8 @@ class MklProduct(Product):
         is_float32 = weight_NK.dtype == torch.float32
         return is_float32 and _is_floating_on_cpu(weight_NK) and _mkl_works()
 
-    def pack(self, weight_NK: Tensor) -> Tensor:
-        packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight_NK.detach(), _PACK_BATCH)
+    def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Tensor:
+        packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(_joined(parts), _PACK_BATCH)
         return packed
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
@@ -219,8 +220,8 @@ class NativeProduct(Product):
         is_whole = weight_NK.shape[0] % (2 * self.lanes) == 0
         return is_whole and weight_NK.is_contiguous() and weight_NK.numel() > 0
 
-    def pack(self, weight_NK: Tensor) -> NativeWeight:
-        return NativeWeight.copy_of(self._kernels, weight_NK, self.lanes)
+    def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> NativeWeight:
+        return NativeWeight.copy_of(self._kernels, parts, self.lanes, allocate)
 
     def repack(self, weight_NK: Tensor) -> NativeWeight:
         return NativeWeight.in_place_of(self._kernels, weight_NK, self.lanes)
@@ -322,6 +323,10 @@ def _native_products(kernels: Kernels | None) -> Iterator[Product]:
             yield NativeProduct(kernels, 16, DOT)
         if kernels.amx_is_usable():
             yield NativeProduct(kernels, 16, AMX)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts]) if len(parts) > 1 else parts[0].detach()
 
 
 def _is_floating_on_cpu(weight_NK: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""private_folder: a folder in the user's cache directory that no other user can write.
+"""private_folder: a folder in the user's cache directory that no other user can write; and locks.
 
 Used by `rollout.backends.cpu.library`, `rollout.launch.torchrun` and
 `rollout.models.checkpoints.smollm2`.
@@ -6,11 +6,13 @@ Used by `rollout.backends.cpu.library`, `rollout.launch.torchrun` and
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -40,3 +42,15 @@ def _is_private(folder: Path) -> bool:
     status = folder.lstat()
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not others_write
+
+
+def try_lock(file: TextIO) -> bool:
+    """Lock `file` until it is closed. Returns False if another process has it locked, and True
+    without a lock if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("cannot lock %s: %s", file.name, error)
+    return True

@@ -10,7 +10,7 @@ features, V vocabulary, S sample rows, P scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,7 +178,9 @@ class ReferenceOps(TorchOps):
         """Return x @ weight.T + bias, [T, N]."""
         return F.linear(x_TK, handle.weight_NK, handle.bias_N)
 
-    def stage(self, handle: DenseLinear, parts: Sequence[Tensor]) -> None:
+    def stage(
+        self, handle: DenseLinear, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
+    ) -> None:
         """Return None: nothing is packed."""
 
     def refresh(self, handle: DenseLinear, staged: None = None) -> None:

@@ -103,7 +103,7 @@ class Clients:
         if now < lease_end:
             self._context.timers.set(("client", client_id), lease_end)
             return
-        logger.warning("%s has vanished", client)
+        logger.debug("%s sent no heartbeat within its lease", client)
         self._context.counters.num_clients_lost += 1
         self.remove(client)
 

@@ -35,26 +35,26 @@ class CoordinatorLimits:
     heartbeat_s: time between two heartbeats of a peer.
     probe_interval_s: time between two heartbeats to each engine; sending fails if it was killed.
     progress_deadline_s: an engine that has work and ends no step for this time is removed, unless a
-    step of its model may take longer: see `step_deadline_s`.
+        step of its model may take longer: see `step_deadline_s`.
     orphan_deadline_s: a request fails when no engine was ready for this time.
     push_wait_s: a request fails when for this time no engine had the fleet's weights and the
-    transport kept no copy of them, so that only another push of the trainer would help.
+        transport kept no copy of them, so that only another push of the trainer would help.
     command_deadline_s: the deadline of commands that name none.
     max_lost_attempts: a request fails when this many engines have failed while they ran it.
     abort_grace_s: time that an aborted request waits for its engine's record.
     commit_grace_s: the least time that an engine has for a commit once the commit is decided. An
-    engine with work has longer, as long as no step takes longer than `step_deadline_s`.
+        engine with work has longer, as long as no step takes longer than `step_deadline_s`.
     report_interval_tokens: most tokens of a request between two reports of its engine.
     max_clients, max_engines: the coordinator refuses further ones.
     max_client_requests: unfinished requests of one client. InferenceClient holds further ones back.
     max_requests: unfinished requests and kept replies of all clients.
     max_client_request_bytes: bytes of prompts and parameters of one client's unfinished requests.
     max_kept_reply_bytes: bytes of one client's kept replies. A new request beyond this limit or the
-    three before it is refused with a transient error.
+        three before it is refused with a transient error.
     max_token_log_bytes: bytes of reported tokens of all requests. Beyond it, a request that is not
-    streamed resumes from an earlier token if its engine fails.
+        streamed resumes from an earlier token if its engine fails.
     max_answered_ids: acknowledged requests per client whose ids are kept, to recognize repeated
-    submissions.
+        submissions.
     max_answers: answers kept per client for repeated commands.
     max_queued_commands: waiting commands of all clients.
     max_noted_peers: unknown and faulty peers that are kept in a list, so that each is logged once.

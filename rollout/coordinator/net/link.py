@@ -349,8 +349,9 @@ class Link:
             raise self.refusal
         if not self._num_sessions:
             raise self._inbox.end or CoordinatorLostError(
-                f"no coordinator answers at {self.address} after {timeout_s:g} s; is it running, "
-                f"and is this its address?{self._possible_fault}"
+                f"no coordinator answers at {self.address} after {timeout_s:g} s; start one with "
+                "`rollout coordinator`, or if it runs, is this its address?"
+                f"{self._possible_fault}"
             )
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
@@ -549,11 +550,11 @@ class Link:
         self._arrived.append(ack)
         self._deliver()
         self._has_answer.set()
-        _logger.info("%s: session %d", self.address, self._num_sessions)
+        _logger.debug("%s: session %d", self.address, self._num_sessions)
 
     def _end_session(self, why: str, now: float) -> None:
         """End the session, queue its unconfirmed frames again, and connect again at once."""
-        _logger.info("coordinator at %s: %s", self.address, why)
+        _logger.debug("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
         self.outbox.rewind()
@@ -578,7 +579,7 @@ class Link:
             f"the coordinator at {self.address} is lost: {reason}{because}"
         )
         # Not a warning: most coordinators disconnect after a shutdown.
-        _logger.info("coordinator at %s: %s%s", self.address, reason, because)
+        _logger.debug("coordinator at %s: %s%s", self.address, reason, because)
         self._end(error)
 
     def _end(self, error: RolloutError) -> None:

@@ -20,6 +20,7 @@ from rollout.errors import ModelError
 from rollout.layers.shard import Shard
 from rollout.models.causal_lm import CausalLM
 from rollout.models.checkpoints.dequantized import Dequantized
+from rollout.models.checkpoints.directory import fault_of_directory
 from rollout.models.checkpoints.reader import Checkpoint, read_config, write_directory
 from rollout.models.plain_tensors import is_sharded, named_weights
 from rollout.models.quantization import quant_method_of
@@ -130,11 +131,8 @@ def save_hf_directory(model: CausalLM, path: str | Path) -> None:
 def _of_directory(
     directory: Path, dtype: torch.dtype | str
 ) -> tuple[ModelSpec, TensorsByName, str]:
-    if not directory.is_dir():
-        raise ModelError(
-            f"{directory} is not a directory; models are not downloaded here: give a directory "
-            "with config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"
-        )
+    if fault := fault_of_directory(directory):
+        raise ModelError(fault)
     config = read_config(directory)
     if dtype != "auto":
         config["dtype"] = dtype

@@ -9,17 +9,20 @@ and chat template. Nothing is downloaded. LLM, AsyncLLM, engine processes, the c
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout.backends.cpu.user_cache import private_folder
+from rollout.backends.cpu.user_cache import private_folder, try_lock
 from rollout.errors import ConfigError
 
 NAME = "smollm2"
@@ -48,15 +51,34 @@ def smollm2_directory() -> Path:
 
     The conversion takes some seconds and 1.5 GB of memory. It is repeated if a file of the
     directory is damaged. Otherwise the first call of a process checks the files' checksums, which
-    takes half a second. Several processes may convert at the same time. Raises ConfigError, with
-    the command to run, if a package is missing.
+    takes half a second. One process converts, and others wait for it. Raises ConfigError, with the
+    command to run, if a package is missing.
     """
     source = _wheel_file()
     digest = _sha256(source)
     target = private_folder("models") / f"SmolLM2-135M-Instruct-{digest[:16]}"
+    if _is_whole(target):
+        return target
+    with _locked(target.with_suffix(".lock")):
+        if not _is_whole(target):  # no other process has converted it meanwhile
+            _convert_into(target, source)
+    return target
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock on the file `path` during the block. On a file system without locks, do not."""
+    with path.open("a") as file:
+        if not try_lock(file):
+            logger.warning("another process converts %s; waiting for it", NAME)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(target: Path, source: Path) -> None:
+    """Convert `source` beside `target`, then rename it, so that other processes never see a part of
+    it. Removes a damaged `target` first."""
     if target.exists():
-        if _is_whole(target):
-            return target
         logger.warning("%s is damaged and is converted again", target)
         shutil.rmtree(target)
     logger.warning("converting %s into %s, once", source.name, target)
@@ -68,10 +90,9 @@ def smollm2_directory() -> Path:
         (made / _CHECKSUMS).write_text(json.dumps(checksums, indent=1))
         try:
             made.rename(target)
-        except OSError:  # another process has converted it meanwhile
+        except OSError:  # without locks, another process may have converted it meanwhile
             if not _is_whole(target):
                 raise
-    return target
 
 
 def _wheel_file() -> Path:

@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.control.reports import EngineStats, FleetStats
 from rollout.errors import RolloutError
-from rollout.serve.llm import ServedLLM
+
+if TYPE_CHECKING:  # it imports torch, which `rollout top` does not need
+    from rollout.serve.llm import ServedLLM
 
 _logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0

@@ -531,6 +531,15 @@ def penalties_that_are_meant(seed: int) -> Arguments:
     return penalties(seed) | {"logprobs_mode": "processed"}
 
 
+def min_tokens_that_is_meant(seed: int) -> Arguments:
+    """The end tokens of the model, and stop tokens, are impossible at first."""
+    model = model_of(seed, eos_token_id=[11, 12])
+    sources = rollouts_of(
+        model, seed, logprobs_mode="processed", min_tokens=NUM_TOKENS // 2, stop_token_ids=(3, 7)
+    )
+    return arguments(model, sources) | {"logprobs_mode": "processed"}
+
+
 def penalties_of_turns_that_are_meant(seed: int) -> Arguments:
     """Penalties count the tokens that this turn generated, not earlier turns' tokens."""
     given = several_turns(
@@ -569,6 +578,7 @@ SOUND_RUNS: dict[str, Callable[[int], Arguments]] = {
     "bf16 engine, declared": bf16_engine_that_is_meant,
     "truncation, declared": truncation_that_is_meant,
     "penalties, declared": penalties_that_are_meant,
+    "min_tokens, declared": min_tokens_that_is_meant,
     "penalties of turns, declared": penalties_of_turns_that_are_meant,
     "top_p of 1": top_p_that_cuts_nothing,
 }

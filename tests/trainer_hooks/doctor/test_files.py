@@ -88,9 +88,11 @@ def test_doctor_command_exits_with_0_for_a_sound_batch(tmp_path: Path, capsys: A
     given["model"].save_pretrained(tmp_path / "new")
     given["older_models"][0].save_pretrained(tmp_path / "old")
     paths = ["--model", str(tmp_path / "new"), "--older", f"0={tmp_path / 'old'}"]
+    (tmp_path / "out.json").write_text("earlier")
     status = main([str(tmp_path / "batch.pt"), *paths, "--json", str(tmp_path / "out.json")])
     assert status == 0
     assert "sound" in capsys.readouterr().out
+    assert (tmp_path / "out.json.previous").read_text() == "earlier"
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["verdict"] == "sound"
     assert written["attributions"]["policy_lag"] + written["attributions"]["kv_lag"] > 0.99
@@ -128,7 +130,7 @@ def test_doctor_command_refuses_files_that_it_cannot_examine(tmp_path: Path, cap
     assert main([str(tmp_path / "batch.pt"), *paths]) == 2
     assert "--older=" in capsys.readouterr().err
     assert main(["[/odd].pt"]) == 2
-    assert "[/odd].pt was not written by save_rollouts" in capsys.readouterr().err
+    assert "[/odd].pt does not exist" in capsys.readouterr().err
 
 
 def test_diagnose_is_inconclusive_if_no_weights_are_known(tmp_path: Path) -> None:

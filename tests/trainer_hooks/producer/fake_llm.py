@@ -38,11 +38,23 @@ class FakeLLM:
         self.seeds: list[int] = []
 
     async def generate(
-        self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | None = None,
+        n: int = 1,
+        *,
+        on_finished: Callable[[], None] | None = None,
     ) -> Any:
         params = sampling_params or SamplingParams()
         seeds = [mix_seed(params.seed or 0, 0, sample) for sample in range(n)]
-        requests = await asyncio.gather(*(self._one(prompts, params, seed) for seed in seeds))
+
+        async def one(seed: int) -> DynamicInferenceRequest:
+            request = await self._one(prompts, params, seed)
+            if on_finished is not None:
+                on_finished()
+            return request
+
+        requests = await asyncio.gather(*map(one, seeds))
         return requests[0] if n == 1 else list(requests)
 
     async def _one(

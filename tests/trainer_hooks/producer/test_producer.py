@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.step.seeds import mix_seed
 from tests.trainer_hooks.producer.fake_llm import FakeLLM, levels, train
 from trainer_hooks.producer import AsyncRolloutProducer, ProducerError
+from trainer_hooks.producer.producer import Order
 from trainer_hooks.prompts.curriculum import Curriculum
 from trainer_hooks.prompts.ledger import PromptLedger
 from trainer_hooks.rewards import RewardFunctionError
@@ -56,6 +58,62 @@ def test_training_batch_has_groups_in_the_order_of_the_prompts() -> None:
         assert first.metrics["timing_s/group_generate_mean"] == 3.0
         assert second.metrics["timing_s/batch_wait"] == 0.0, "it was made beside the first"
         assert first.metrics["rollouts/num_waiting_batches"] == 1
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("order", ["admission", "ready"])
+def test_progress_counts_samples_before_their_group_ends(order: Order) -> None:
+    seconds = iter([1.0, 3.0, 5.0, 1.0, 3.0, 9.0])  # of the samples of two groups
+
+    async def work() -> None:
+        llm = FakeLLM(lambda: next(seconds), num_tokens=1)
+        own = {"order": order, "max_staleness_versions": 0, "oversample_groups": 0}
+        async with producer_of(llm, num_epochs=1, prompts=PROMPTS[:2], **own) as producer:
+            seen = []
+            for wait_s in (0.5, 1.5, 2.0, 2.0):  # so at 0.5, 2, 4 and 6 seconds
+                await asyncio.sleep(wait_s)
+                seen.append((producer.progress, producer.reward_so_far))
+            assert [progress for progress, _ in seen] == [(0, 6), (2, 6), (4, 6), (5, 6)]
+            assert all(math.isnan(reward) for _, reward in seen[:3])
+            batch = await anext(producer)
+            assert seen[3][1] == batch.groups[0].mean_reward, "its group is scored"
+            assert producer.progress == (0, 6), "no batch follows"
+
+    run_virtually(work())
+
+
+def test_progress_of_an_llm_that_reports_no_samples_counts_groups() -> None:
+    class Unreporting(FakeLLM):
+        async def generate(self, prompts: Any, sampling_params: Any = None, n: int = 1) -> Any:  # type: ignore[override]
+            return await super().generate(prompts, sampling_params, n)
+
+    async def score_slowly(completion_ids: Sequence[Any]) -> list[float]:
+        await asyncio.sleep(100.0)
+        return [1.0] * len(completion_ids)
+
+    async def work() -> None:
+        async with producer_of(Unreporting(), score_slowly, max_staleness_versions=0) as producer:
+            await asyncio.sleep(4.0)
+            assert producer.progress == (6, 6), "all samples have ended, none is scored"
+
+    run_virtually(work())
+
+
+def test_progress_restarts_with_a_group_that_is_sampled_again() -> None:
+    started = []
+
+    def fails(seed: int) -> bool:
+        started.append(seed)
+        return len(started) <= 3  # the first group's first attempt
+
+    async def work() -> None:
+        llm = FakeLLM(fails=fails)
+        own = {"batch_groups": 1, "max_staleness_versions": 0}
+        async with producer_of(llm, **own) as producer:
+            await asyncio.sleep(4.0)
+            assert producer.progress == (0, 3)
+            assert (await anext(producer)).metrics["rollouts/num_retried_groups"] == 1
 
     run_virtually(work())
 
@@ -283,6 +341,28 @@ def test_max_refills_exceeded_is_an_error_and_the_next_call_continues() -> None:
             assert len(await anext(producer)) == 2
 
     run_virtually(work())
+
+
+def test_min_valid_samples_failures_are_logged_at_the_first_and_the_error_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scores_nothing(completion_ids: Any) -> list[float | None]:
+        return [None] * len(completion_ids)
+
+    async def work() -> None:
+        options = {"max_refills": 4, "max_staleness_versions": 0}
+        async with producer_of(FakeLLM(), scores_nothing, **options) as producer:
+            said = r"5 failed \(the last one: the reward was None or NaN\)"
+            with pytest.raises(ProducerError, match=said):
+                await anext(producer)
+
+    with caplog.at_level(logging.WARNING):
+        run_virtually(work())
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.partition(" is left out ")[2] == (
+        "(1 so far): 0 of its 3 samples have a reward after max_attempts=3, fewer than "
+        "min_valid_samples=2; the first without one: the reward was None or NaN"
+    )
 
 
 def test_max_refills_error_has_the_traceback_of_the_reward_function() -> None:

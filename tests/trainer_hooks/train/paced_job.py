@@ -1,13 +1,14 @@
 """PacedJob: `rollout train --config-name demo` in its own process, which trains only as far as a
 test allows.
 
-Used by test_kill and test_async_kill. As a program it reads from standard input the step up to
-which it may train.
+Used by test_kill, test_async_kill and test_interrupt. As a program it reads from standard input the
+step up to which it may train.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,9 +23,12 @@ TIMEOUT_S = 300.0  # only for what hangs
 
 
 class PacedJob:
-    """The job with the settings TINY and `arguments`, in its own directory."""
+    """The job with the settings TINY and `arguments`, in its own directory.
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
+    `stdout`: file descriptor of its standard output; None takes that of this process.
+    """
+
+    def __init__(self, directory: Path, *arguments: str, stdout: int | None = None) -> None:
         overrides = [f"{name}={value}" for name, value in TINY.items()]
         self._process = subprocess.Popen(
             [sys.executable, __file__, *overrides, *arguments],
@@ -34,6 +38,7 @@ class PacedJob:
             # Packages of others that are compiled for the first time warn of what they are.
             | {"PYTHONWARNINGS": "ignore::SyntaxWarning"},
             stdin=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -56,6 +61,16 @@ class PacedJob:
             assert time.monotonic() < deadline, "the job makes no progress"
             time.sleep(0.02)
 
+    def interrupt(self) -> None:
+        """Send SIGINT, as Ctrl-C does."""
+        self._process.send_signal(signal.SIGINT)
+
+    def exit_code(self) -> int:
+        """Wait for the job to end, without allowing a further step. Returns its exit code."""
+        self._process.wait(TIMEOUT_S)
+        self._process.communicate()
+        return self._process.returncode
+
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -71,8 +86,8 @@ def main() -> None:
     """Run the job with a Learner that waits for permission. At the end of the input all steps are
     allowed.
     """
+    from trainer_hooks.train.command import run
     from trainer_hooks.train.learner import Learner
-    from trainer_hooks.train.main import run
 
     update, allowed = Learner.update, 0.0
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import tiny_engine
 from trainer_hooks import WeightSync, join_push
 from trainer_hooks.train import learner
+from trainer_hooks.train.command import run
 from trainer_hooks.train.learner import Learner
-from trainer_hooks.train.main import run
 
 push = Learner.push
 

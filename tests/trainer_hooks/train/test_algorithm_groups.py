@@ -20,8 +20,8 @@ from tests.installed import needs
 from tests.trainer_hooks.loss_batches import random_batch
 from tests.trainer_hooks.trl_losses import MAX_LENGTH, our_loss, trl_loss
 from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.hydra_job import checked_overrides
 from trainer_hooks.train.job import CONFIG_DIRECTORY, AlgorithmSettings, JobSettings
+from trainer_hooks.train.overrides import checked_overrides
 
 pytestmark = needs("reasoning_gym")
 

@@ -19,8 +19,9 @@ from rollout.keyword_hints import field_types
 from tests.processes import run_program
 from trainer_hooks.producer import AsyncRolloutProducer
 from trainer_hooks.train.config_loading import load_dataclass
-from trainer_hooks.train.hydra_job import checked_overrides, wandb_names
+from trainer_hooks.train.hydra_job import wandb_names
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings, compose_settings
+from trainer_hooks.train.overrides import checked_overrides
 from trainer_hooks.train.settings import ProducerSettings, WeightSyncSettings
 
 OPTIONS = sorted(
@@ -178,17 +179,21 @@ JOB = """
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from rollout.errors import ConfigError
 from trainer_hooks.environments import EnvironmentFailed
-from trainer_hooks.train.hydra_job import run_hydra_job, wandb_names
+from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job, wandb_names
 
 def report(settings):
     print("group_size", settings.algorithm.group_size)
+    print("given", *given_overrides())
     print("wandb", *wandb_names(settings.run_name, "seed_0"))
     if settings.run_name == "unfit":
         raise ConfigError("the checkpoint is of another model")
     if settings.run_name == "unlucky":
         raise EnvironmentFailed("no rollout of store has succeeded")
 
-run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="demo")
+try:
+    run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="demo")
+except ConfigError as error:
+    raise SystemExit(f"refused: {error}")
 """
 
 
@@ -201,7 +206,8 @@ def test_run_hydra_job_ends_for_an_unknown_key_with_the_nearest_one(tmp_path: Pa
     job = run_job(tmp_path, "engine.block_size=16")
     assert job.returncode == 1
     assert job.stderr.strip() == (
-        "error: unknown config key engine.block_size; did you mean engine.block_size_tokens?"
+        "refused: unknown config key engine.block_size; block_size (vLLM) is "
+        "engine.block_size_tokens here"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -209,21 +215,21 @@ def test_run_hydra_job_ends_for_an_unknown_key_with_the_nearest_one(tmp_path: Pa
 def test_run_hydra_job_ends_with_the_message_of_a_config_error(tmp_path: Path) -> None:
     job = run_job(tmp_path, "run_name=unfit")
     assert job.returncode == 1
-    assert job.stderr.strip() == "error: the checkpoint is of another model"
+    assert job.stderr.strip() == "rollout: error: the checkpoint is of another model"
 
 
 def test_run_hydra_job_ends_with_the_message_of_environment_failed(tmp_path: Path) -> None:
     job = run_job(tmp_path, "run_name=unlucky")
     assert job.returncode == 1
-    assert job.stderr.strip() == "error: no rollout of store has succeeded"
+    assert job.stderr.strip() == "rollout: error: no rollout of store has succeeded"
 
 
 def test_run_hydra_job_names_our_key_for_one_of_another_system(tmp_path: Path) -> None:
     job = run_job(tmp_path, "num_generations=4")
     assert job.returncode == 1
     assert job.stderr.strip() == (
-        "error: unknown config key num_generations; num_generations (TRL) is algorithm.group_size "
-        "here"
+        "refused: unknown config key num_generations; num_generations (TRL) is "
+        "algorithm.group_size here"
     )
 
 
@@ -232,7 +238,8 @@ def test_multirun_passes_overrides_to_every_job_in_any_directory(tmp_path: Path)
     job = run_job(tmp_path, "run_name=sweep", "--multirun", sizes, high)
     assert job.returncode == 0, job.stderr
     assert re.findall(r"group_size (\d)", job.stdout) == ["4", "6"]
-    assert re.findall(r"epsilon_high: (\S+)", job.stdout) == ["0.4", "0.4"]
+    shared = "run_name=sweep algorithm.group_size={} algorithm.loss.epsilon_high=0.4"
+    assert re.findall("given (.+)", job.stdout) == [shared.format(size) for size in (4, 6)]
     names = "sweep-{0}-seed_0-run_name=sweep,algorithm.group_size={1},{2}"
     assert re.findall(r"wandb (\S+) (\S+)", job.stdout) == [
         (names.format(number, size, high), "sweep-multirun") for number, size in ((0, 4), (1, 6))

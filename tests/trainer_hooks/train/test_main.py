@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout import ConfigError, RolloutError
+from rollout import ConfigError
 from tests.installed import needs
 from tests.trainer_hooks.test_rewards_workers import children
 from tests.trainer_hooks.train.grpo_settings import NUM_KINDS, tiny_settings
@@ -244,7 +244,8 @@ def test_warm_up_and_training_share_one_wandb_run_with_sample_tables(
 ) -> None:
     pytest.importorskip("wandb")
     run_seed(tmp_path, tiny_settings(logger__wandb="offline", trainer__num_steps=1), seed=0)
-    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+    (own,) = tmp_path.glob("wandb/offline-run-*")
+    assert f"<code>wandb sync {own}" in (tmp_path / "report.html").read_text()
     rows = read_history(tmp_path)
     assert any("warmup/step" in row for row in rows)
     assert any("reward" in row for row in rows)
@@ -257,15 +258,28 @@ def test_warm_up_and_training_share_one_wandb_run_with_sample_tables(
     assert shown <= written
 
 
-def test_run_that_starts_over_renames_the_earlier_directory(tmp_path: Path) -> None:
+def test_run_that_starts_over_renames_the_earlier_directory_and_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = tmp_path / "seed_0"
     for text in ("first", "second", "third"):
-        run_seed(directory, tiny_settings(trainer__num_steps=1), seed=0)
+        run_seed(directory, tiny_settings(trainer__num_steps=1, logger__console=True), seed=0)
+        shown = capsys.readouterr().out
         assert not (directory / "note").exists()
         (directory / "note").write_text(text)
     assert (tmp_path / "seed_0.previous" / "note").read_text() == "first"
     assert (tmp_path / "seed_0.previous-2" / "note").read_text() == "second"
     assert find_checkpoint(tmp_path / "seed_0.previous" / "checkpoints") is not None
+    for line in (
+        "model      random weights, 2.11k parameters, trained in float32, served in float32",
+        "prompts    50,000 to train on, 4 held out",
+        "steps      1 of 4 groups x 3 samples, each of up to 30 tokens",
+        f"files      {directory} (config.yaml has all settings)",
+        f"earlier    {directory}.previous, {directory}.previous-2",
+    ):
+        assert line in shown.splitlines(), shown
+    assert "block_size_tokens" not in shown, "the whole config is in config.yaml"
+    assert "block_size_tokens" in (directory / "config.yaml").read_text()
 
 
 def test_job_in_a_locked_run_directory_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -280,7 +294,7 @@ def test_job_in_a_locked_run_directory_is_refused_and_changes_nothing(tmp_path: 
 
 def test_warm_up_that_misses_target_reward_names_the_settings_to_change(tmp_path: Path) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=2)
-    with pytest.raises(RolloutError, match=r"warmup\.max_steps"):
+    with pytest.raises(ConfigError, match=r"warmup\.max_steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 
@@ -288,7 +302,7 @@ def test_warm_up_that_ends_before_first_check_measures_its_reward(
     tmp_path: Path,
 ) -> None:
     settings = tiny_settings(warmup__target_reward=1.0, warmup__max_steps=3, warmup__first_check=60)
-    with pytest.raises(RolloutError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
+    with pytest.raises(ConfigError, match=r"a sampled reward of 0\.\d{3} in 3 steps"):
         run_seed(tmp_path / "seed_0", settings, seed=0)
 
 

@@ -16,10 +16,12 @@ from rollout.cli.main import main
 from rollout.errors import ConfigError
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from trainer_hooks.train.override_help import override_help
+from trainer_hooks.train.overrides import read_words
 
 
 def help_of(*arguments: str) -> str:
-    return override_help(JobSettings, CONFIG_DIRECTORY, "train", arguments)
+    words = read_words(arguments, JobSettings, "train")
+    return override_help(JobSettings, CONFIG_DIRECTORY, words)
 
 
 def keys_of(text: str) -> dict[str, tuple[str, str]]:

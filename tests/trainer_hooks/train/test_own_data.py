@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
 
 pytest.importorskip("transformers")
 
@@ -306,7 +305,7 @@ def test_job_without_a_required_setting_names_it(arguments: Any, message: str) -
 
 
 def test_rollout_train_without_data_names_the_options() -> None:
-    with pytest.raises(ConfigCompositionException, match=r"(?s)specify 'data'.*jsonl.*parquet"):
+    with pytest.raises(ConfigError, match=r"data is missing; give data=OPTION.*jsonl.*parquet"):
         settings_of("model.path=a")
 
 

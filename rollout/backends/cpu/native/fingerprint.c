@@ -5,9 +5,6 @@
    rollout/backends/ops/fingerprint.py. The order of a sum does not matter, so threads may compute parts of it. */
 
 #include "vectors.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #define COLUMNS 512
 #define FETCH_AHEAD 256 /* pairs of words (2 KiB) between a read and its prefetch; the hardware prefetches too little */
@@ -51,17 +48,6 @@ INLINE v4l mul_low(v4l a, v4l b) {
 #endif
 }
 
-/* Stores x without filling the caches, if the processor can: a copy of gigabytes would only flush them. */
-INLINE void store_streaming(char *out, v4l x) {
-#ifdef __AVX2__
-    if (((uintptr_t)out & 31) == 0) {
-        _mm256_stream_si256((__m256i *)out, (__m256i)x);
-        return;
-    }
-#endif
-    *(v4l *)out = x;
-}
-
 INLINE v4l load_pairs(const void *p) { return *(const v4l *)p; }
 
 /* Returns how many elements in `word` are not finite. Here and below, `size` is the bytes of an element, a constant of
@@ -100,7 +86,7 @@ INLINE void add_words(uint64_t *sums, const char *words, char *out, int64_t row,
             odd_high += mul_low(odd, load_pairs(keys[3] + pair));
             if (size == 2) bad_halves -= (v16h)(((v16h)even & (uint16_t)exponent) == (uint16_t)exponent);
             else bad_words -= (v8w)(((v8w)even & exponent) == exponent);
-            if (out) store_streaming(out, even), out += 32;
+            if (out) store_streaming(out, (v8f)even), out += 32;
         }
     }
     const v4l low = even_low + odd_low, high = even_high + odd_high;
@@ -156,7 +142,5 @@ EXPORT void copy_fingerprint(uint64_t *sums, char *out, const char *values, int6
     const int64_t at = first * size;
     if (size == 2) add(sums, values + at, out + at, first, last - first, 2, exponent);
     else add(sums, values + at, out + at, first, last - first, 4, exponent);
-#ifdef __AVX2__
-    _mm_sfence(); /* the bytes must be visible before this returns */
-#endif
+    end_streaming();
 }

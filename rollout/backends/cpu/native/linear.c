@@ -85,20 +85,50 @@ EXPORT void linear_part(const void *args, void *scratch, int64_t first, int64_t 
     linear(args, first, last);
 }
 
+/* Copies a square of 8 x 8 numbers of `size` bytes, transposed. Rows are a stride of bytes apart. With `streams`
+   floats are stored without filling the caches. */
+INLINE void copy_transposed(char *out, int64_t out_stride, const char *in, int64_t in_stride, const int size,
+                            const int streams) {
+    v8f rows[8];
+    for (int i = 0; i < 8; i++) {
+        const char *row = in + i * in_stride;
+        rows[i] = size == 4 ? load((const float *)row) : (v8f)__builtin_convertvector(*(const v8h *)row, v8u);
+    }
+    transpose_8(rows);
+    for (int i = 0; i < 8; i++) {
+        char *row = out + i * out_stride;
+        if (size == 4 && streams) store_streaming(row, rows[i]);
+        else if (size == 4) store((float *)row, rows[i]);
+        else *(v8h *)row = __builtin_convertvector((v8u)rows[i], v8h);
+    }
+}
+
 /* Copies rows of w, [outputs, inputs], to panels [first, last) of `width` outputs, or back if `is_back`. Numbers
    have `size` bytes. Outputs of the last panel that w does not have are set to zero. */
 INLINE void reorder(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t first,
                     int64_t last, const int size, const int is_back) {
+    const int64_t line = width * size, stride = inputs * size; /* bytes from one input, or output, to the next */
     for (int64_t panel = first; panel < last; panel++) {
         const int64_t start = panel * width, left = outputs - start, rows = left < width ? left : width;
-        char *in_panel = panels + start * inputs * size;
-        for (int64_t k = 0; k < inputs; k++, in_panel += width * size) {
-            char *in_row = w + (start * inputs + k) * size;
-            for (int64_t j = 0; j < rows; j++, in_row += inputs * size) {
-                if (is_back) memcpy(in_row, in_panel + j * size, size);
-                else memcpy(in_panel + j * size, in_row, size);
+        char *in_panel = panels + start * stride, *in_w = w + start * stride;
+        const int64_t squares = rows == width ? inputs / 8 * 8 : 0;
+        for (int64_t k = 0; k < squares; k += 8) {
+            /* The rows of the next panel, which lie in one piece: too many places for the hardware's prefetch. */
+            for (int64_t i = 0; i < 8 * line && !is_back; i += 64) __builtin_prefetch(in_w + width * stride + k * line + i);
+            for (int64_t j = 0; j < width; j += 8) {
+                char *square = in_w + j * stride + k * size, *packed = in_panel + k * line + j * size;
+                if (is_back) copy_transposed(square, stride, packed, line, size, 0);
+                else copy_transposed(packed, line, square, stride, size, 1);
             }
-            if (!is_back) memset(in_panel + rows * size, 0, (width - rows) * size);
+        }
+        for (int64_t k = squares; k < inputs; k++) {
+            char *packed = in_panel + k * line;
+            for (int64_t j = 0; j < rows; j++) {
+                char *number = in_w + j * stride + k * size;
+                if (is_back) memcpy(number, packed + j * size, size);
+                else memcpy(packed + j * size, number, size);
+            }
+            if (!is_back) memset(packed + rows * size, 0, (width - rows) * size);
         }
     }
 }
@@ -107,6 +137,7 @@ EXPORT void pack_weights(char *panels, char *w, int64_t outputs, int64_t inputs,
                          int64_t first, int64_t last) {
     if (size == 4) reorder(panels, w, outputs, inputs, width, first, last, 4, 0);
     else reorder(panels, w, outputs, inputs, width, first, last, 2, 0);
+    end_streaming();
 }
 
 EXPORT void unpack_weights(char *panels, char *w, int64_t outputs, int64_t inputs, int64_t width, int64_t size,

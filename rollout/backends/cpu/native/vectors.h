@@ -4,7 +4,7 @@
 #ifndef ROLLOUT_VECTORS_H
 #define ROLLOUT_VECTORS_H
 
-#ifdef __FMA__
+#if defined(__FMA__) || defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -30,6 +30,24 @@ INLINE v8f splat(float x) { return (v8f){x, x, x, x, x, x, x, x}; }
 INLINE v8f load(const float *p) { return *(const v8f *)p; }
 
 INLINE void store(float *p, v8f x) { *(v8f *)p = x; }
+
+/* Stores x without filling the caches, if the processor can: a copy of gigabytes would only flush them. The caller
+   calls `end_streaming` before other threads may read it. */
+INLINE void store_streaming(void *out, v8f x) {
+#ifdef __AVX2__
+    if (((uintptr_t)out & 31) == 0) {
+        _mm256_stream_ps((float *)out, (__m256)x);
+        return;
+    }
+#endif
+    store((float *)out, x);
+}
+
+INLINE void end_streaming(void) {
+#ifdef __AVX2__
+    _mm_sfence();
+#endif
+}
 
 INLINE v8f select_v8(v8i mask, v8f yes, v8f no) {
     return (v8f)(((v8i)yes & mask) | ((v8i)no & ~mask));
@@ -119,8 +137,8 @@ INLINE void *place_of(const void *array, int64_t i, int64_t type) { return (char
 #endif
 #define SHUFFLE8(a, b, ...) SHUFFLE(v8i, a, b, __VA_ARGS__)
 
-/* Stores eight vectors of eight floats as columns of a matrix whose rows are `stride` floats apart. */
-INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
+/* Transposes a matrix of eight rows of eight floats. */
+INLINE void transpose_8(v8f *rows) {
     v8f pairs[8], fours[8];
     for (int i = 0; i < 8; i += 2) {
         pairs[i] = SHUFFLE8(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
@@ -133,9 +151,17 @@ INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
         }
     }
     for (int i = 0; i < 4; i++) {
-        store(out + i * stride, SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11));
-        store(out + (i + 4) * stride, SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15));
+        rows[i] = SHUFFLE8(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + 4] = SHUFFLE8(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
     }
+}
+
+/* Stores eight vectors of eight floats as columns of a matrix whose rows are `stride` floats apart. */
+INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
+    v8f columns[8];
+    memcpy(columns, rows, sizeof columns);
+    transpose_8(columns);
+    for (int i = 0; i < 8; i++) store(out + i * stride, columns[i]);
 }
 
 /* Keeps x in a register. Otherwise GCC would load it from memory for each use. */

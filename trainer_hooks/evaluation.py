@@ -68,6 +68,7 @@ async def evaluate(
     pass_at: Sequence[int] = (),
     success_reward: float = 1.0,
     answer_fn: Callable[[str | list[int]], Hashable | None] | None = None,
+    on_finished: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times. Returns metrics named `<prefix>/<metric>`.
 
@@ -84,6 +85,7 @@ async def evaluate(
     reward of at least `success_reward`.
     `answer_fn`: returns the answer in a completion, or None. `maj@<n>` is the mean reward of the
     most frequent answer of each prompt.
+    `on_finished`: called at the end of each sample.
     Rows with the column `data_source`, as verl has them, also give the metrics of each source, as
     `<prefix>/<source>/<metric>`, without the versions and `seconds`.
     Raises ConfigError for prompts that PromptLedger refuses, for `n` or `max_concurrent` below 1
@@ -99,7 +101,7 @@ async def evaluate(
     async def score(index: int, item: PromptItem) -> _Scored:
         params = _params_of_prompt(sampling_params, seed, index)
         async with places:
-            rollouts = await sample_rollouts(llm, item, params, n, rollout_fn, text)
+            rollouts = await sample_rollouts(llm, item, params, n, rollout_fn, text, on_finished)
         answers = answer_fn and [answer_fn(completion_of(rollout, text)) for rollout in rollouts]
         rewards = await _rewards_or_nan(reward, item, rollouts, text)
         return _Scored(item=item, rollouts=rollouts, rewards=rewards, answers=answers)

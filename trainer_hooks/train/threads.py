@@ -1,0 +1,58 @@
+"""How many threads a job's trainer and engines get, so that they do not compete for CPUs.
+
+Used by `trainer_hooks.train.main`. Idle OpenMP threads spin for some milliseconds, so two processes
+that together have more threads than CPUs slow each other down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout.backends.limits import num_usable_cpus
+from rollout.backends.select import device_of
+from trainer_hooks.train.job import JobSettings
+from trainer_hooks.train.settings import LOCAL_LAUNCHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """Threads of torch and of the compiled kernels: in the trainer, and in each rank of an engine.
+    None leaves the number to torch or to the engine's launcher."""
+
+    trainer: int | None
+    engine: int | None
+
+    def __str__(self) -> str:
+        return f"trainer {self.trainer or 'torch default'}, engine {self.engine or 'of launcher'}"
+
+
+def threads_of(settings: JobSettings) -> Threads:
+    """Return the threads of a job; `trainer.num_threads` and `engine.num_threads` stay as given.
+
+    Where engines and trainer take turns, each gets all CPUs of this process. Where they run at once
+    on the CPUs of this machine, each process gets an equal part, at least one.
+    """
+    trainer, engine = settings.trainer.num_threads, settings.engine.num_threads
+    # torchrun's ranks share the machine, which torchrun tells each by OMP_NUM_THREADS.
+    if settings.trainer.strategy == "fsdp2" or settings.launcher.path != LOCAL_LAUNCHER:
+        return Threads(trainer=trainer, engine=engine)
+    num_cpus = min(num_usable_cpus(), torch.get_num_threads())
+    if settings.weight_sync.mode == "suspend" or device_of(settings.engine) != "cpu":
+        of_own_engine = engine or num_cpus
+        return Threads(
+            trainer=trainer or num_cpus, engine=engine if settings.num_engines else of_own_engine
+        )
+    num_ranks = max(1, settings.num_engines) * settings.engine.tensor_parallel_size
+    if trainer is None:
+        equal_part = num_cpus // (num_ranks + 1)
+        trainer = max(1, equal_part if engine is None else num_cpus - engine * num_ranks)
+    return Threads(trainer=trainer, engine=engine or max(1, (num_cpus - trainer) // num_ranks))
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Set torch's number of threads in this thread of Python; None leaves it alone."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+        torch.get_num_threads()  # else the first computation here would take the process's latest
