@@ -196,10 +196,12 @@ class VllmExecutor:
     # ---- checksums
 
     def weights_checksum(self) -> str:
+        self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         return checksum_of(self._served_fingerprints())
 
     def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
+        self.require_resident("compute checksums")
         self.require_values("compute checksums")
         found = self._served_fingerprints()
         return {name: f"{found[name][0] % 2**64:016x}" for name in names}

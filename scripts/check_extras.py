@@ -62,7 +62,8 @@ def check(extra: str, source: Path) -> tuple[str, int]:
         ):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
-                return (done.stderr.strip() or done.stdout.strip()).splitlines()[-1], 0
+                said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+                return said[-1] if said else f"{command[0]} ended by {done.returncode}", 0
         files = (file for file in Path(folder).rglob("*") if file.is_file())
         return "ok", sum(file.lstat().st_size for file in files)
 

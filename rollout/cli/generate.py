@@ -7,8 +7,10 @@ Samples go to stdout or the --output file, and the summary to stderr.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import shlex
 import sys
 import time
@@ -70,7 +72,7 @@ class RequestSettings:
     """The arguments of LLM.submit that a command line can give.
 
     n: samples of each prompt.
-    priority: requests of a lower number are scheduled first.
+    priority: requests of a higher number are scheduled first.
     """
 
     n: int = 1
@@ -120,6 +122,8 @@ def run(words: Sequence[str]) -> int:
         output = sys.stdout
         if given.output:
             try:
+                if Path(given.output).is_dir():  # which set_aside would rename
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 earlier = set_aside(Path(given.output))
                 output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
             except OSError as error:

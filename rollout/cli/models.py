@@ -16,7 +16,7 @@ from rollout import apis
 from rollout.cli.settings import Kinds, UsageError, fields_of, help_of, require
 from rollout.config import CONFIG_HINTS, GIB, InferenceConfig
 from rollout.json_files import read_optional_object
-from rollout.models.checkpoints.directory import fault_of_directory
+from rollout.models.checkpoints.directory import fault_of_directory, name_of_directory
 from rollout.models.checkpoints.smollm2 import model_directory
 
 
@@ -104,7 +104,7 @@ def model_summary(directory: str, config: InferenceConfig) -> str:
         dtype = config.dtype
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     family = described.get("model_type", "unknown family")
-    return f"{folder.name} ({family}, {dtype}, {num_bytes / GIB:.2f} GiB)"
+    return f"{name_of_directory(folder)} ({family}, {dtype}, {num_bytes / GIB:.2f} GiB)"
 
 
 def is_fleet(values: Mapping[str, Any]) -> bool:

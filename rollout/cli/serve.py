@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from rollout import apis
@@ -33,6 +32,7 @@ from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, 
 from rollout.config import GIB
 from rollout.control.reports import EngineStats
 from rollout.extras import extra_needed
+from rollout.models.checkpoints.directory import name_of_directory
 from rollout.serve.config import ServeConfig
 from rollout.serve.openai.chat_template import load_template
 from rollout.text import tokenizer_of
@@ -97,7 +97,7 @@ async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: boo
         if is_json:
             print(json.dumps({"url": url}), flush=True)
         else:
-            name = config.served_model_name or Path(of_llm["model"]).name
+            name = config.served_model_name or name_of_directory(of_llm["model"])
             print(opening(url, name, config, await llm.stats()), flush=True)
         await llm.serving.run()
 

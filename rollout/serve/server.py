@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from rollout.addresses import address_error
 from rollout.errors import RolloutError
+from rollout.models.checkpoints.directory import name_of_directory
 from rollout.serve.app import make_app
 from rollout.serve.config import ServeConfig
 from rollout.serve.generation_config import sampling_defaults
@@ -71,7 +71,7 @@ class Server:
             llm=llm,
             config=config,
             served_name=config.served_model_name
-            or ("model" if directory is None else Path(directory).name),
+            or ("model" if directory is None else name_of_directory(directory)),
             created=int(time.time()),
             max_model_len=min(config.max_model_len or max_sequence_length, max_sequence_length),
             labels=VersionLabels(),

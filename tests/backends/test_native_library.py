@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import threading
@@ -253,6 +254,16 @@ def test_load_library_waits_for_a_compiler_that_uses_no_processor_time(
     fake_compiler(cache_home, "sleep 1.5")
     assert load_library() is not None
     assert not warnings_of(caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 alone has AVX")
+def test_the_kernels_compile_for_a_processor_without_avx(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or pytest.skip("no gcc")
+    sources = map(str, FOLDER.glob("*.c"))
+    command = [compiler, "-O0", "-std=gnu11", "-w", "-march=x86-64", "-c", *sources]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 BURN = "while :; do :; done"

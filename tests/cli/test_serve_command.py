@@ -27,6 +27,7 @@ from rollout.config import GIB
 from rollout.control.commands import FleetResults, fleet_stats
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
+from rollout.models.checkpoints.directory import name_of_directory
 from rollout.serve.config import ServeConfig
 from rollout.telemetry import RankUse
 from tests.apis.fleets import directory
@@ -135,6 +136,17 @@ def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
     assert lines[3].startswith('try    curl http://127.0.0.1:80/v1/completions -H "Authorization')
     assert '"model": "tiny"' in lines[3]
     assert lines[4] == "Ctrl-C to stop"
+
+
+def test_name_of_directory_is_a_name_for_the_working_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "link").symlink_to("tiny")
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert name_of_directory(".") == name_of_directory(tmp_path / "tiny/") == "tiny"
+    assert name_of_directory("../link") == "link"
+    assert name_of_directory("..") == tmp_path.name
 
 
 def test_max_model_len_is_the_engines_longest_sequence_too(

@@ -1,11 +1,13 @@
-"""fault_of_directory: what keeps a path from being a Hugging Face model directory, in words.
+"""Functions that name a Hugging Face model directory, and say what keeps a path from being one.
 
-Used by `rollout.models.checkpoints.loading`, `rollout.cli.models` and `trainer_hooks.pretrained`
-for their errors. Imports no torch, so that a command line is answered at once.
+Used by `rollout.models.checkpoints.loading` and `rollout.cli.models` for their errors, and by
+`rollout.cli.serve` and `rollout.serve.server` for names. Imports no torch, so that a command line
+is answered at once.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -35,3 +37,8 @@ def fault_of_directory(path: str | Path) -> str | None:
         f"{text} is not a directory; models are not downloaded here: give a directory with "
         "config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"
     )
+
+
+def name_of_directory(path: str | Path) -> str:
+    """Return the last part of the directory's absolute path, so that "." has a name, too."""
+    return os.path.basename(os.path.abspath(path))

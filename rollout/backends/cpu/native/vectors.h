@@ -164,8 +164,9 @@ INLINE void store_transposed(float *out, int64_t stride, const v8f *rows) {
     for (int i = 0; i < 8; i++) store(out + i * stride, columns[i]);
 }
 
-/* Keeps x in a register. Otherwise GCC would load it from memory for each use. */
-#if defined(__GNUC__) && defined(__x86_64__)
+/* Keeps x in a register. Otherwise GCC would load it from memory for each use. Without AVX no register holds eight
+   floats. */
+#if defined(__GNUC__) && defined(__AVX__)
 #define KEEP(x) __asm__("" : "+v"(x))
 #else
 #define KEEP(x) (void)0
