@@ -103,8 +103,9 @@ def _update(
         *(part.reshape(-1).split(size) for part in parts), strict=True
     ):
         exact_mean, exact_square = mean.float(), square.float()
+        step = state["step"].to(values.device, copy=True)  # fused kernels read it there, and add 1
         adamw(
-            [values], [gradient], [exact_mean], [exact_square], [], [state["step"].clone()],
+            [values], [gradient], [exact_mean], [exact_square], [], [step],
             fused=True, amsgrad=False, maximize=False, weight_decay=0.0, lr=group["lr"],
             beta1=beta1, beta2=beta2, eps=group["eps"],
         )  # fmt: skip
