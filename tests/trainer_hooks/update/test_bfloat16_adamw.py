@@ -111,6 +111,13 @@ def test_optimizer_state_dtype_chooses_the_optimizer(dtype: str, kind: Any) -> N
     assert optimizer.param_groups[0]["betas"] == settings.betas
 
 
+def test_bfloat16_adamw_takes_an_expanded_gradient() -> None:
+    weight = torch.nn.Parameter(torch.zeros(12, 10))
+    weight.grad = torch.ones(()).expand(12, 10)
+    BFloat16AdamW([weight], lr=RATE).step()
+    torch.testing.assert_close(weight.detach(), torch.full((12, 10), -RATE))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_bfloat16_adamw_on_a_gpu_steps_as_on_a_cpu() -> None:
     ours, theirs = Saved(), Saved().cuda()
