@@ -26,8 +26,8 @@ from trainer_hooks.metrics import read_jsonl
 from trainer_hooks.train import palindromes, warm_up
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import Run, run_seed
-from trainer_hooks.train.threads import use_threads
 from trainer_hooks.train.run_files import locked_run
+from trainer_hooks.train.threads import use_threads
 
 pytestmark = needs("reasoning_gym")
 
