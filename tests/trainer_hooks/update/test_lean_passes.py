@@ -30,7 +30,8 @@ def gradients(policy: Any, **settings: Any) -> dict[str, torch.Tensor]:
     policy.zero_grad()
     batch = random_batch()
     columns = {"advantages_BT": columns_of(batch)["advantages_BT"]}
-    loss = PolicyLossConfig(kind="dapo")
+    # Without a clip, which a rounded ratio may cross.
+    loss = PolicyLossConfig(kind="dapo", epsilon_low=0.99, epsilon_high=1e6)
     accumulate_gradients(policy, batch, columns, loss, UpdateSettings(**settings))
     return {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
 
