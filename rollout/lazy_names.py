@@ -14,10 +14,15 @@ from typing import Any
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` for `package`. `homes` maps a module to its names,
-    separated by spaces. `__getattr__` also sets the name in the package."""
+    separated by spaces. `__getattr__` also sets the name in the package. It knows the package's
+    own modules among `homes` too, as if each were imported with the package."""
     home_of = {name: module for module, names in homes.items() for name in names.split()}
+    inside = [home.removeprefix(f"{package}.") for home in homes if home.startswith(f"{package}.")]
+    modules = {module.partition(".")[0] for module in inside}
 
     def load(name: str) -> Any:
+        if name in modules:
+            return import_module(f"{package}.{name}")  # which sets the name in the package
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(import_module(home_of[name]), name)

@@ -141,6 +141,10 @@ COMMANDS = [
     ("train algorithm=PPO", "algorithm=PPO is unknown; did you mean algorithm=ppo?"),
     ("train mode=asynchronous", "mode=asynchronous is unknown; did you mean mode=async?"),
     ("train model=org/name", "for a checkpoint give model.path=org/name"),
+    ("train --config-name demo warmup=null", "warmup=null is unknown; options: none, "),
+    ("train --config-name demo algorithm=3", "algorithm=3 is unknown; options: cispo, "),
+    ("train --help warmup=null", "warmup=null is unknown; options: none, "),
+    ("train =3", "'=3' is not KEY=VALUE; see rollout train --help"),
     ("train reward=mine.py", "reward=mine.py is unknown", "give reward=package.module:function"),
     ("train --multirun algorithm=grpo,grop", "algorithm=grop is unknown; did you mean"),
     # ---- train: keys

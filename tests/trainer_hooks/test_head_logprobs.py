@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer_hooks.losses import head_logprobs as module
-from trainer_hooks.losses.head_logprobs import Head, head_logprobs
+from trainer_hooks.losses.head_logprobs import Head, head_logprobs, logits_logprobs
 
 NUM_ROWS, WIDTH, VOCABULARY = 7, 6, 11
 
@@ -85,3 +85,12 @@ def test_head_logprobs_without_an_entropy_term_has_no_gradient_of_it() -> None:
     plain(again, head, torch.tensor([0, 1]), torch.tensor([1, 2]), 1.0)[0].sum().backward()
     assert own is not None
     torch.testing.assert_close(own, again.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_logprobs_are_float32_under_autocast() -> None:
+    logits = 6.0 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
+    rows, tokens = torch.arange(4), torch.arange(4)
+    exact = logits_logprobs(logits, rows, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = logits_logprobs(logits, rows, tokens)
+    torch.testing.assert_close(found, exact, rtol=0.0, atol=0.0)

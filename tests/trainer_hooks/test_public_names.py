@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
@@ -27,3 +29,12 @@ def test_a_deprecated_name_is_the_new_object_and_warns(name: str) -> None:
 def test_a_name_that_never_was_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         trainer_hooks.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "name", ["losses.kl_estimate", "metrics.MetricsLogger", "rewards.runner.as_runner"]
+)
+def test_modules_of_the_names_are_attributes_after_import_trainer_hooks(name: str) -> None:
+    script = f"import trainer_hooks; print(trainer_hooks.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == (name.rpartition(".")[2], "")

@@ -66,7 +66,9 @@ def logits_logprobs(
     logits_RV = logits_RV.float() / temperature
     logits_RV = logits_RV.clamp(min=torch.finfo(torch.float32).min)  # of excluded tokens
     normalizers_R = logits_RV.logsumexp(dim=-1)
-    expected_R = torch.linalg.vecdot(logits_RV.softmax(dim=-1), logits_RV)
+    # Autocast rounds the factors of vecdot to bfloat16: an entropy would be off by tenths.
+    with torch.autocast(logits_RV.device.type, enabled=False):
+        expected_R = torch.linalg.vecdot(logits_RV.softmax(dim=-1), logits_RV)
     return logits_RV[rows_M, tokens_M] - normalizers_R[rows_M], normalizers_R - expected_R
 
 

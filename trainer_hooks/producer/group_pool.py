@@ -105,9 +105,14 @@ class GroupPool(ABC):
         return sum([*finished, *sorted(running, reverse=True)][: self._rules.num_groups])
 
     @property
+    def next_finished(self) -> Sequence[ScoredGroup]:
+        """Finished groups that the next batch has so far."""
+        return list(self.finished)
+
+    @property
     def mean_reward(self) -> float:
-        """Mean reward of the samples in the finished groups; NaN if none is valid."""
-        rewards = [reward for group in self.finished for reward in group.valid_rewards]
+        """Mean reward of the samples in `next_finished`; NaN if none is valid."""
+        rewards = [reward for group in self.next_finished for reward in group.valid_rewards]
         return sum(rewards) / len(rewards) if rewards else math.nan
 
     def take_error(self) -> BaseException | None:

@@ -119,8 +119,11 @@ class ReadyOrder(GroupPool, BatchOrder):
         is_full = len(self.finished) >= self._rules.num_groups
         if self.error is not None or not (is_full or is_last) or self._is_waited_for():
             return ()
-        by_age = sorted(self.finished, key=self._urgency)
-        return sorted(by_age[: self._rules.num_groups], key=lambda group: group.ticket)
+        return sorted(self.next_finished, key=lambda group: group.ticket)
+
+    @property
+    def next_finished(self) -> Sequence[ScoredGroup]:
+        return sorted(self.finished, key=self._urgency)[: self._rules.num_groups]
 
     def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
         """Return a sort key: groups with the oldest tokens first, then often reissued prompts."""

@@ -19,7 +19,8 @@ from rollout.ranges import Interval, check_value
 # number has a Decimal.
 _SIGN, _EXPONENT = r"(?:(?<!\w)[-\u2212])?", r"(?:[eE][+-]?\d{1,3}(?!\d))?"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-_NUMBER = re.compile(_SIGN + _DIGITS + _EXPONENT, re.ASCII)
+_FRACTION = r"(?<![\w.])\.\d+"  # a number such as .5, but no part of "1.2.5" or "wait...5"
+_NUMBER = re.compile(f"{_SIGN}(?:{_DIGITS}|{_FRACTION}){_EXPONENT}", re.ASCII)
 _PartialCredit = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 
 

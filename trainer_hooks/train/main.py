@@ -89,7 +89,7 @@ from trainer_hooks.train.summary import (
     summary_table,
 )
 from trainer_hooks.train.task import Task, producer_options
-from trainer_hooks.train.threads import threads_of, use_threads
+from trainer_hooks.train.threads import restored_threads, threads_of, use_threads
 from trainer_hooks.train.warm_up import warm_up
 from trainer_hooks.weight_sync.trainer_ranks import (
     ALONE,
@@ -188,7 +188,7 @@ def run_seed(
     runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
     once training has begun.
     """
-    with locked_run(directory):
+    with locked_run(directory), restored_threads():
         try:
             run = Run(directory, settings, seed, ranks, clock)
             asyncio.run(run.run())

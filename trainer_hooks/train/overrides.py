@@ -99,7 +99,7 @@ def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
         with errors_on_one_line():
             try:
                 config = loader.load_configuration(words.options.config_name, words.overrides, mode)
-            except HydraException:
+            except (HydraException, ValueError):  # a ValueError for an option that is no text
                 check_groups(loader, words.options.config_name, parsed, kind, mode)
                 raise
         if mode is RunMode.MULTIRUN:
@@ -205,7 +205,9 @@ def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
 
 def _checked_override(argument: str, kind: type) -> list[str]:
     key, assigned, value = argument.partition("=")
-    if not assigned or key[:1] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
+    if not key:
+        raise ConfigError(f"{argument!r} is not KEY=VALUE; see rollout train --help")
+    if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
         return [argument]
     part: type | None = kind
     by_name: type | None = None  # the dataclass of a mapping's entries; the next name is free
@@ -290,8 +292,8 @@ def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: typ
 def _choices_of(override: Override) -> list[str]:
     """Return the options that an override of a group chooses; several for a sweep or a list."""
     value: Any = override.sweep_iterator() if override.is_sweep_override() else override.value()
-    if value is None:  # no option of the group
-        return []
+    if value is None:
+        return ["null"]
     if isinstance(value, str | int | float):
         return [str(value)]
     return [str(each).strip("'\"") for each in value]

@@ -6,6 +6,8 @@ that together have more threads than CPUs slow each other down.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,3 +58,17 @@ def use_threads(num_threads: int | None) -> None:
     if num_threads is not None:
         torch.set_num_threads(num_threads)
         torch.get_num_threads()  # else the first computation here would take the process's latest
+
+
+@contextmanager
+def restored_threads() -> Iterator[None]:
+    """Give torch back its number of threads in this thread of Python after the block.
+
+    `threads_of` counts from it: without this, each seed of a job would get a part of the threads of
+    the seed before.
+    """
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        use_threads(num_threads)

@@ -97,14 +97,17 @@ def _update(
     own = _local(parameter.detach())
     whole = own.contiguous()  # itself, unless its strides are unusual
     size = bits_2C.shape[1]
-    parts = (whole, _local(parameter.grad), *(_local(state[name]) for name in _MOMENTS))
+    # The fused kernel reads numbers one behind the other, also of an expanded gradient.
+    gradient = _local(parameter.grad).contiguous()
+    parts = (whole, gradient, *(_local(state[name]) for name in _MOMENTS))
     beta1, beta2 = group["betas"]
-    for values, gradient, mean, square in zip(
+    for values, slopes, mean, square in zip(
         *(part.reshape(-1).split(size) for part in parts), strict=True
     ):
         exact_mean, exact_square = mean.float(), square.float()
+        step = state["step"].to(values.device, copy=True)  # fused kernels read it there, and add 1
         adamw(
-            [values], [gradient], [exact_mean], [exact_square], [], [state["step"].clone()],
+            [values], [slopes], [exact_mean], [exact_square], [], [step],
             fused=True, amsgrad=False, maximize=False, weight_decay=0.0, lr=group["lr"],
             beta1=beta1, beta2=beta2, eps=group["eps"],
         )  # fmt: skip

@@ -73,12 +73,17 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def _layers(policy: Any) -> list[nn.Module]:
-    """Return the layers of a model of transformers, or of PEFT around one."""
+    """Return the layers of a model of transformers, or of PEFT around one.
+
+    A layer within another is left out: the outer layer computes it again.
+    """
     found: list[nn.Module] = []
     if isinstance(policy, nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         found = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
+    inner = {part for layer in found for part in layer.modules() if part is not layer}
+    found = [layer for layer in found if layer not in inner]
     if not found:
         raise ConfigError(
             f"gradient_checkpointing=True with {type(policy).__name__}, which has no layers that "

@@ -8,6 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -79,6 +80,18 @@ def test_progress_counts_samples_before_their_group_ends(order: Order) -> None:
             batch = await anext(producer)
             assert seen[3][1] == batch.groups[0].mean_reward, "its group is scored"
             assert producer.progress == (0, 6), "no batch follows"
+
+    run_virtually(work())
+
+
+def test_reward_so_far_leaves_out_groups_beyond_the_next_batch() -> None:
+    async def work() -> None:
+        own = {"order": "ready", "max_staleness_versions": 1, "oversample_groups": 0}
+        async with producer_of(FakeLLM(), **own) as producer:
+            await asyncio.sleep(30.0)  # the groups of two batches are finished
+            reward, batch = producer.reward_so_far, await anext(producer)
+            assert reward == pytest.approx(fmean(group.mean_reward for group in batch.groups))
+            assert batch.metrics["rollouts/num_waiting_batches"] >= 1
 
     run_virtually(work())
 

@@ -27,6 +27,7 @@ from trainer_hooks.train import palindromes, warm_up
 from trainer_hooks.train.learner import Learner
 from trainer_hooks.train.main import Run, run_seed
 from trainer_hooks.train.run_files import locked_run
+from trainer_hooks.train.threads import use_threads
 
 pytestmark = needs("reasoning_gym")
 
@@ -94,6 +95,18 @@ def test_max_staleness_holds_and_all_time_is_accounted_in_each_weight_sync_mode(
     assert checkpoint is not None
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.hidden_size == 16
     assert read_trainer_state(checkpoint).prompts, "the ledger goes with the checkpoint"
+
+
+def test_run_seed_restores_the_threads_from_which_the_next_seed_counts(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    endless = {"warmup__max_steps": 1, "warmup__first_check": 1, "warmup__target_reward": 9.0}
+    use_threads(before + 1)
+    try:
+        with pytest.raises(ConfigError, match="the warm-up reached"):
+            run_seed(tmp_path, tiny_settings(**endless, trainer__num_threads=before + 2), seed=0)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        use_threads(before)
 
 
 def test_reward_workers_end_with_the_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollout.errors import ConfigError
 from tests.tiny_models import randomize, tiny_model
@@ -16,7 +17,7 @@ from tests.trainer_hooks.test_micro_batches import columns_of, random_batch
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from trainer_hooks import PolicyLossConfig, UpdateSettings, accumulate_gradients, compute_logprobs
 from trainer_hooks.train.learner import Learner
-from trainer_hooks.update.lean_passes import embeddings_in_place
+from trainer_hooks.update.lean_passes import checkpointed_layers, embeddings_in_place
 
 WAYS: dict[str, dict[str, Any]] = {
     "trees": {},
@@ -29,7 +30,8 @@ def gradients(policy: Any, **settings: Any) -> dict[str, torch.Tensor]:
     policy.zero_grad()
     batch = random_batch()
     columns = {"advantages_BT": columns_of(batch)["advantages_BT"]}
-    loss = PolicyLossConfig(kind="dapo")
+    # Without a clip, which a rounded ratio may cross.
+    loss = PolicyLossConfig(kind="dapo", epsilon_low=0.99, epsilon_high=1e6)
     accumulate_gradients(policy, batch, columns, loss, UpdateSettings(**settings))
     return {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
 
@@ -78,6 +80,29 @@ def test_gradient_checkpointing_keeps_dropout_off_in_eval_mode() -> None:
     policy = tiny_model("opt", std=0.2, dropout=0.5).eval()
     plain, again = gradients(policy), gradients(policy, gradient_checkpointing=True)
     assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
+class Block(GradientCheckpointingLayer):
+    """A layer around another one, as in Zamba."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.product = inner, torch.nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.product(self.inner(hidden)).tanh()  # type: ignore[no-any-return]
+
+
+def test_checkpointed_layers_may_hold_layers() -> None:
+    policy = torch.nn.Sequential(Block(Block(torch.nn.Identity())), Block(torch.nn.Identity()))
+    hidden = torch.randn(3, 4)
+    policy(hidden).sum().backward()
+    plain = [weight.grad for weight in policy.parameters()]
+    policy.zero_grad()
+    with checkpointed_layers(policy):
+        total = policy(hidden).sum()
+    total.backward()
+    torch.testing.assert_close([weight.grad for weight in policy.parameters()], plain)
 
 
 def test_gradient_checkpointing_refuses_models_without_layers_of_transformers() -> None:
