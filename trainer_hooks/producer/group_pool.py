@@ -19,6 +19,7 @@ from trainer_hooks.producer.batches import FILTERED_PREFIX, ProducerError
 from trainer_hooks.producer.filters import GroupFilter
 from trainer_hooks.producer.groups import GroupMaker, ScoredGroup
 from trainer_hooks.prompts.ledger import PromptLedger, PromptTicket
+from trainer_hooks.rewards.failures import raised_at
 
 Task = asyncio.Task[ScoredGroup | None]
 Spawn = Callable[[Coroutine[Any, Any, ScoredGroup | None]], Task]
@@ -227,9 +228,10 @@ class GroupPool(ABC):
 
     def _refill_error(self) -> ProducerError:
         cause, of_failed = self._maker.last_request_error, ""
-        if self.counts["reward_failed"]:
-            cause = self._maker.last_reward_error
-            of_failed = f" (the reward function's last error was {cause!r})"
+        reward_error = self._maker.last_reward_error
+        if self.counts["reward_failed"] and reward_error is not None:
+            cause = reward_error
+            of_failed = f" (the reward function's last error was {raised_at(cause)}: {cause})"
         elif self.counts["failed"]:
             of_failed = f" (the last one: {self._maker.last_failure})"
         error = ProducerError(

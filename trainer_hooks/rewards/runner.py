@@ -162,8 +162,8 @@ class RewardRunner:
                 return RewardFunctionError(
                     f"the reward function {name} has never succeeded: its first "
                     f"{self._num_first_failures} scores failed, the last one in {num_attempts} "
-                    f"attempts with {raised_at(error)}: {error}; mend it, or raise "
-                    "max_first_failures of its RewardRunner"
+                    f"attempts with {raised_at(error)}: {error}; fix it (max_first_failures of a "
+                    "RewardRunner of your own allows more)"
                 )
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 

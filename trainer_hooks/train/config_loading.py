@@ -19,6 +19,7 @@ import sys
 import types
 import typing
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -220,6 +221,11 @@ def import_object(path: str, setting: str) -> Any:
         raise ConfigError(f"{setting}={path} is not an import path; give package.module:name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    if module_name.endswith(".py"):
+        written = module_name.removesuffix(".py").replace("/", ".")
+        raise ConfigError(
+            f"{setting}={path} names a file; give the module, such as {written}:{name}"
+        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -233,7 +239,10 @@ def import_object(path: str, setting: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{setting}={path}: {module.__name__} has no {name}")
+            names = [key for key, value in vars(module).items() if callable(value)]
+            nearest = get_close_matches(name, names, n=1)
+            hint = f"; did you mean {module_name}:{nearest[0]}?" if nearest else ""
+            raise ConfigError(f"{setting}={path}: {module.__name__} has no {name}{hint}")
         found = getattr(found, part)
     return found
 

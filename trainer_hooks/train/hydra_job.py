@@ -37,8 +37,8 @@ def run_hydra_job(
     `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
     `--multirun` calls `job` once per combination, and `--help` prints `override_help` instead.
     Raises ConfigError for a mistake on the command line, before `job` is called. A ConfigError of
-    `job`, non-finite gradients, and a reward function or environment that never succeeds raise
-    SystemExit with their message.
+    `job`, non-finite gradients, a batch that cannot be made, and a reward function or environment
+    that never succeeds raise SystemExit with their message.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -47,7 +47,7 @@ def run_hydra_job(
             job(load_dataclass(kind, config))
         except (ConfigError, EnvironmentFailed, RewardFunctionError) as error:
             raise SystemExit(f"rollout: error: {error}") from error
-        except trainer_hooks.NonFiniteGradientError as error:
+        except (trainer_hooks.NonFiniteGradientError, trainer_hooks.ProducerError) as error:
             raise SystemExit(f"rollout: error: {error}") from error
 
     words = read_words(sys.argv[1:], kind, config_name)

@@ -147,6 +147,8 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
             summaries.append(run_seed(run_directory, settings, seed, ranks))
         except KeyboardInterrupt:
             console.print(interrupted_text(run_directory), highlight=False, soft_wrap=True)
+            if (page := run_directory / REPORT_NAME).exists():
+                console.print(f"report: {shown_path(page)}", highlight=False, soft_wrap=True)
             exit_interrupted()
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:

@@ -243,7 +243,7 @@ def _numbers(seed: SeedResults) -> dict[str, _Numbers]:
         note = figures.of_prompts(held_out.num)
         found["held-out reward, greedy"] = _change(held_out, note)
     if reward is not None:
-        note = "" if reward.num is None else f" ({reward.num} steps each)"
+        note = "" if reward.num is None else f" ({reward.num} step{'s' * (reward.num > 1)} each)"
         found["sampled reward, first and last steps"] = _change(reward, note)
     found["steps"] = _Numbers([len(steps)], "{:,.0f}".format)
     found["time of all steps"] = _Numbers([figures.total_seconds(steps)], minutes)

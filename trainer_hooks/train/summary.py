@@ -156,6 +156,8 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
             "greedy_gain": held_out.gain,
             "num_held_out": held_out.num,
         }
+    # The first step has none: a share needs two measurements.
+    idle_shares = [row["engine/idle_share"] for row in steps if "engine/idle_share" in row]
     return {
         "seed": seed,
         **warmed_up,
@@ -173,7 +175,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
         "step_s": step_seconds(steps),
         "training_s": total_seconds(steps),
         **{f"{name}_s": seconds(name) for name in TIMES},
-        "engine_idle_share": fmean(row.get("engine/idle_share", 0.0) for row in steps),
+        "engine_idle_share": fmean(idle_shares) if idle_shares else 0.0,
         WARNINGS: run_warnings(rows),
     }
 

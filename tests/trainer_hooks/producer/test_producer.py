@@ -394,7 +394,9 @@ def test_max_refills_error_has_the_traceback_of_the_reward_function() -> None:
         async with producer_of(llm, breaks, **options) as producer:
             await anext(producer)
             await llm.push()
-            with pytest.raises(ProducerError, match=r"5 failed .*judge is gone") as caught:
+            with pytest.raises(
+                ProducerError, match=r"5 failed .*test_producer.*judge is gone"
+            ) as caught:
                 await anext(producer)
         assert isinstance(caught.value.__cause__, ConnectionError)
 

@@ -178,6 +178,7 @@ def test_engine_group_loads_as_inference_config() -> None:
 JOB = """
 from trainer_hooks.train.job import CONFIG_DIRECTORY, JobSettings
 from rollout.errors import ConfigError
+from trainer_hooks import ProducerError
 from trainer_hooks.environments import EnvironmentFailed
 from trainer_hooks.train.hydra_job import given_overrides, run_hydra_job, wandb_names
 
@@ -189,6 +190,8 @@ def report(settings):
         raise ConfigError("the checkpoint is of another model")
     if settings.run_name == "unlucky":
         raise EnvironmentFailed("no rollout of store has succeeded")
+    if settings.run_name == "unmade":
+        raise ProducerError("a batch needed more than max_refills=4 replacements")
 
 try:
     run_hydra_job(report, JobSettings, config_path=str(CONFIG_DIRECTORY), config_name="demo")
@@ -222,6 +225,14 @@ def test_run_hydra_job_ends_with_the_message_of_environment_failed(tmp_path: Pat
     job = run_job(tmp_path, "run_name=unlucky")
     assert job.returncode == 1
     assert job.stderr.strip() == "rollout: error: no rollout of store has succeeded"
+
+
+def test_run_hydra_job_ends_with_the_message_of_producer_error(tmp_path: Path) -> None:
+    job = run_job(tmp_path, "run_name=unmade")
+    assert job.returncode == 1
+    assert job.stderr.strip() == (
+        "rollout: error: a batch needed more than max_refills=4 replacements"
+    )
 
 
 def test_run_hydra_job_names_our_key_for_one_of_another_system(tmp_path: Path) -> None:

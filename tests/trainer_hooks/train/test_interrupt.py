@@ -68,6 +68,7 @@ def test_ctrl_c_is_acknowledged_at_once_and_stops_after_the_step(tmp_path: Path)
     assert step in (1, 2)
     assert f"the checkpoint of step {step} is kept" in shown
     assert f"policy: outputs/train/demo/seed_0/checkpoints/step_{step:06}\n" in shown
+    assert "report: outputs/train/demo/seed_0/report.html\n" in shown
     assert [
         row["trainer/step"] for row in read_jsonl(run / "metrics.jsonl") if "reward" in row
     ] == [*range(1, step + 1)]

@@ -264,7 +264,14 @@ def test_on_bad_row_skip_skips_a_bad_row_of_a_list_that_a_function_returns(own: 
     ("changes", "message"),
     [
         (["reward=nowhere:score"], r"reward\.terms\.score\.path=nowhere:score: there is no module"),
-        (["reward=examples.arithmetic:scor"], "has no scor"),
+        (
+            ["reward=examples.arithmetic:is_rigt"],
+            "has no is_rigt; did you mean examples.arithmetic:is_right?",
+        ),
+        (
+            ["reward=examples/arithmetic.py:is_right"],
+            "give the module, such as examples.arithmetic:is_right",
+        ),
         ([REWARD, "reward.terms.is_right.options.wrong=1"], r"options=\{'wrong': 1\}"),
         ([REWARD, "data.prompt_column=question"], r"no column 'question'; it has prompt, answer"),
         ([REWARD, "data.path=none.jsonl"], r"none\.jsonl cannot be read"),

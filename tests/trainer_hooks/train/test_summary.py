@@ -68,6 +68,14 @@ def test_summarise_equals_figures_computed_by_hand() -> None:
     assert summary["train_s"] == pytest.approx(100.0)
 
 
+def test_engine_idle_share_is_the_mean_of_the_steps_that_measured_it() -> None:
+    of_run = rows(3)
+    steps = [row for row in of_run if "reward" in row]
+    steps[1]["engine/idle_share"], steps[2]["engine/idle_share"] = 0.5, 0.75
+    assert summarise(of_run, seed=0)["engine_idle_share"] == 0.625
+    assert summarise(rows(3), seed=0)["engine_idle_share"] == 0.0
+
+
 def shown(table: Table, width: int = 80) -> list[list[str]]:
     """Return the cells of the table, line by line, as a terminal shows them."""
     output = io.StringIO()
