@@ -22,7 +22,7 @@ from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSettings:
+class CoordinatorKeywords:
     """The keywords of DataParallelInferenceCoordinator that a command line can give.
 
     data_parallel_size: expected engines; more may join.
@@ -50,7 +50,7 @@ class CoordinatorSettings:
 
 
 _LIMITS: Kinds = fields_of(CoordinatorLimits)
-_KINDS: Kinds = fields_of(CoordinatorSettings)
+_KINDS: Kinds = fields_of(CoordinatorKeywords)
 _HINTS = {
     "host": "the option --listen tcp://HOST:PORT",
     "port": "the option --listen tcp://HOST:PORT",
@@ -70,7 +70,7 @@ def run(words: Sequence[str]) -> int:
         "Both join by the printed address. Off loopback it needs keys: see `rollout keys`.",
     )
     parser.epilog = (
-        f"the coordinator:\n{help_of(CoordinatorSettings)}\n"
+        f"the coordinator:\n{help_of(CoordinatorKeywords)}\n"
         f"its limits (CoordinatorLimits):\n{help_of(CoordinatorLimits)}"
     )
     add_verbose(parser)

@@ -31,7 +31,7 @@ from rollout.coordinator.net.key_folder import ENGINE, peer_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JoinSettings:
+class JoinKeywords:
     """How an engine joins its fleet.
 
     weights_version: version of the weights in the model's directory.
@@ -42,7 +42,7 @@ class JoinSettings:
     register_timeout_s: float = 600.0
 
 
-_KINDS: Kinds = fields_of(JoinSettings)
+_KINDS: Kinds = fields_of(JoinKeywords)
 
 
 def run(words: Sequence[str]) -> int:
@@ -53,7 +53,7 @@ def run(words: Sequence[str]) -> int:
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",
     )
-    parser.epilog = settings_help("the fleet:\n" + help_of(JoinSettings), CONFIG_HELP)
+    parser.epilog = settings_help("the fleet:\n" + help_of(JoinKeywords), CONFIG_HELP)
     add_verbose(parser)
     parser.add_argument(
         "--join",

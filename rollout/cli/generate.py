@@ -68,7 +68,7 @@ _HINTS |= {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSettings:
+class RequestKeywords:
     """The arguments of LLM.submit that a command line can give.
 
     n: samples of each prompt.
@@ -85,7 +85,7 @@ Advance = Callable[[int], None]  # takes the number of tokens of a finished prom
 def run(words: Sequence[str]) -> int:
     """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
     arguments. Raises UsageError for wrong arguments and prompts."""
-    groups = (_ENGINE_KINDS, SAMPLING_KINDS, fields_of(RequestSettings))
+    groups = (_ENGINE_KINDS, SAMPLING_KINDS, fields_of(RequestKeywords))
     given = _parser().parse(words, *groups, hints=_HINTS)
     alone = [word for word in given.settings if "=" not in word]
     if prompts := alone if any(w.startswith("model=") for w in given.settings) else alone[1:]:
@@ -100,7 +100,7 @@ def run(words: Sequence[str]) -> int:
         token_ids=given.token_ids, log_probs=given.logprobs, versions=given.versions
     )
     params = SamplingParams(**sampling, return_log_probs=given.logprobs)
-    more = RequestSettings(**request)
+    more = RequestKeywords(**request)
     of_llm["model"] = model_of(of_llm)
     template = _chat_template_of(of_llm.get("tokenizer") or of_llm["model"])
     with ExitStack() as files:
@@ -170,7 +170,7 @@ def _parser() -> Parser:
         "keys of the object are copied to the output. Each sample is a line of JSON.",
     )
     parser.epilog = settings_help(
-        "the requests:\n" + help_of(RequestSettings),
+        "the requests:\n" + help_of(RequestKeywords),
         "sampling (SamplingParams):\n" + help_of(SamplingParams, without=_EXCLUDED),
         FLEET_HELP,
         CONFIG_HELP.replace("  max_tokens=none      ", f"  {_STEP_TOKENS}=none"),
@@ -193,7 +193,7 @@ def _generate(
     llm: apis.LLM,
     prompts: Sequence[PromptLine],
     params: SamplingParams,
-    more: RequestSettings,
+    more: RequestKeywords,
     wanted: OutputColumns,
     output: TextIO,
     *,

@@ -21,7 +21,7 @@ from rollout.models.checkpoints.smollm2 import model_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSettings:
+class FleetKeywords:
     """The keywords of AsyncLLM that a command line can give. Their values are checked there.
 
     data_parallel_size: number of engines, each in a process of its own.
@@ -48,7 +48,7 @@ class FleetSettings:
 _OBJECTS = ("metrics_writer", "pg_collection", "mamba_inference_state_config")
 MODEL_KINDS: Kinds = {"model": str, "tokenizer": str}
 CONFIG_KINDS: Kinds = fields_of(InferenceConfig, without=_OBJECTS)
-FLEET_KINDS: Kinds = fields_of(FleetSettings)
+FLEET_KINDS: Kinds = fields_of(FleetKeywords)
 LLM_KINDS: Kinds = {**MODEL_KINDS, **CONFIG_KINDS, **FLEET_KINDS}
 # Names of settings in other systems -> our names on the command line.
 LLM_HINTS = CONFIG_HINTS | {
@@ -67,7 +67,7 @@ the model:
   tokenizer=DIR                     directory of tokenizer.json, if not the model's
 """
 CONFIG_HELP = "the engine (InferenceConfig):\n" + help_of(InferenceConfig, without=_OBJECTS)
-FLEET_HELP = "engine processes:\n" + help_of(FleetSettings)
+FLEET_HELP = "engine processes:\n" + help_of(FleetKeywords)
 
 
 def settings_help(*sections: str) -> str:

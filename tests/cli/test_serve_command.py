@@ -15,11 +15,11 @@ from rollout.apis.arguments import FLEET_DEFAULTS
 from rollout.apis.engine_process import REGISTER_S
 from rollout.cli.bench import OfflineLoad
 from rollout.cli.bench_serving import ServingLoad
-from rollout.cli.coordinator import CoordinatorSettings
-from rollout.cli.engine import JoinSettings
-from rollout.cli.generate import RequestSettings
+from rollout.cli.coordinator import CoordinatorKeywords
+from rollout.cli.engine import JoinKeywords
+from rollout.cli.generate import RequestKeywords
 from rollout.cli.main import main
-from rollout.cli.models import FleetSettings, with_model
+from rollout.cli.models import FleetKeywords, with_model
 from rollout.cli.serve import opening
 from rollout.cli.settings import help_of
 from rollout.cli.top import TopSettings
@@ -72,11 +72,11 @@ def test_help_of_reads_the_docstring_of_a_dataclass() -> None:
 @pytest.mark.parametrize(
     ("command", "kinds"),
     [
-        ("generate", (SamplingParams, RequestSettings, InferenceConfig, FleetSettings)),
-        ("bench", (OfflineLoad, InferenceConfig, FleetSettings)),
+        ("generate", (SamplingParams, RequestKeywords, InferenceConfig, FleetKeywords)),
+        ("bench", (OfflineLoad, InferenceConfig, FleetKeywords)),
         ("explain", (InferenceConfig,)),
-        ("engine", (JoinSettings, InferenceConfig)),
-        ("coordinator", (CoordinatorSettings, CoordinatorLimits)),
+        ("engine", (JoinKeywords, InferenceConfig)),
+        ("coordinator", (CoordinatorKeywords, CoordinatorLimits)),
         ("top", (TopSettings,)),
         ("bench serving", (ServingLoad,)),
     ],
@@ -98,11 +98,11 @@ def test_help_of_every_command_lists_its_settings_with_defaults(
 
 
 def test_settings_of_commands_have_the_defaults_of_the_calls_that_take_them() -> None:
-    of_fleet = {field.name: field.default for field in dataclasses.fields(FleetSettings)}
+    of_fleet = {field.name: field.default for field in dataclasses.fields(FleetKeywords)}
     assert of_fleet == {name: FLEET_DEFAULTS[name] for name in FLEET_DEFAULTS if name != "launcher"}
-    assert JoinSettings().register_timeout_s == REGISTER_S
+    assert JoinKeywords().register_timeout_s == REGISTER_S
     parameters = inspect.signature(DataParallelInferenceCoordinator).parameters
-    for field in dataclasses.fields(CoordinatorSettings):
+    for field in dataclasses.fields(CoordinatorKeywords):
         if field.name not in ("data_parallel_size", "policy_options"):
             default = parameters[field.name].default
             assert getattr(default, "value", default) == field.default, field.name

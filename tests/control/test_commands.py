@@ -71,7 +71,7 @@ def engine() -> Iterator[Do]:
 
 @contextmanager
 def runtime_of_an_llm() -> Iterator[Do]:
-    yield InProcessRuntime(tiny_engine(model()), None).do
+    yield InProcessRuntime(tiny_engine(model()), None, has_ranks=False).do
 
 
 @contextmanager
