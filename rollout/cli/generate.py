@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shlex
 import sys
 import time
@@ -117,6 +118,8 @@ def run(words: Sequence[str]) -> int:
                 file=sys.stderr,
             )
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
+        if given.input and given.output and _is_same_file(given.input, given.output):
+            raise UsageError(f"--output {given.output} is the --input file; give another file")
         output = sys.stdout
         if given.output:
             try:
@@ -134,6 +137,10 @@ def run(words: Sequence[str]) -> int:
             if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):
                 raise UsageError("text prompts need a tokenizer; give tokenizer=DIR or token ids")
             return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    return os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:

@@ -41,6 +41,7 @@ COMMANDS = [
     # ---- serve
     ("serve", "model is missing; give model=DIR"),
     ("serve nowhere", "model=nowhere is not a directory; models are not downloaded here"),
+    ("serve SmolLM2", "model=SmolLM2 is not a directory; did you mean smollm2?"),
     ("serve org/name", "run `hf download org/name --local-dir name`, then give name"),
     ("serve empty", "model=empty has no config.json; give a Hugging Face model directory"),
     ("serve train.jsonl", "model=train.jsonl is a file; give the directory with config.json"),
@@ -77,6 +78,12 @@ COMMANDS = [
     ("generate model stop=END", "stop is stop_words here"),
     ("generate model logprobs=true", "logprobs is the option --logprobs here"),
     ("generate model 'Once upon'", "'Once upon' is not a setting", "`echo 'Once upon' | rollout"),
+    ("generate model --log-probs", "--log-probs is unknown; did you mean --logprobs?"),
+    ("generate model --inptu train.jsonl", "--inptu is unknown; did you mean --input?"),
+    (
+        "generate model --input train.jsonl --output ./train.jsonl",
+        "--output ./train.jsonl is the --input file; give another file",
+    ),
     ("generate model prompt=Hi", "prompt is stdin or the option --input FILE here"),
     ("generate model --input none.txt", "--input none.txt: No such file", "leave --input out"),
     ("generate model --output none/o.jsonl --input train.jsonl", "--output none/o.jsonl: No such"),
@@ -86,6 +93,7 @@ COMMANDS = [
     ("bench model num_prompts=0", "num_prompts=0 must be an integer of at least 1"),
     ("bench model input_len=8", "input_len is prompt_tokens here"),
     ("bench model max_new_tokens=8", "max_new_tokens is num_tokens here"),
+    ("bench model url=http://127.0.0.1:FREE", "url is a setting of `rollout bench serving`, not"),
     ("bench serve", "a server is measured by `rollout bench serving url=http://HOST:PORT`"),
     ("bench serving", "url is missing; give url=http://127.0.0.1:8000"),
     ("bench serving url=127.0.0.1:FREE", "must begin with http://", "http://127.0.0.1:FREE"),
