@@ -146,13 +146,16 @@ async def _show(
 ) -> None:
     live = Live(auto_refresh=False)
     num_shown = 0
-    with nullcontext() if is_json else live:
+    is_live = live.console.is_terminal and not is_json
+    with live if is_live else nullcontext():
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 if is_json:
                     print(json.dumps(asdict(snapshot)), flush=True)
-                else:
+                elif is_live:
                     live.update(view_of(snapshot), refresh=True)
+                else:  # a pipe or a file gets every snapshot
+                    live.console.print(view_of(snapshot))
                 num_shown += 1
                 if num_shown == count:
                     return
