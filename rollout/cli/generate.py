@@ -122,6 +122,8 @@ def run(words: Sequence[str]) -> int:
             raise UsageError(f"--output {given.output} is the --input file; give another file")
         output = sys.stdout
         if given.output:
+            if os.path.isdir(given.output):
+                raise UsageError(f"--output {given.output} is a directory; give a file")
             try:
                 earlier = set_aside(Path(given.output))
                 output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))

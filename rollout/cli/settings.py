@@ -227,4 +227,4 @@ def _is_path(kind: Any) -> bool:
 
 def _described(options: Sequence[Any]) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "none"}
-    return " or ".join(names.get(option, "JSON") for option in options)
+    return " or ".join(dict.fromkeys(names.get(option, "JSON") for option in options))

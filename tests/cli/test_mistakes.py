@@ -78,6 +78,8 @@ COMMANDS = [
     ("generate model stop=END", "stop is stop_words here"),
     ("generate model logprobs=true", "logprobs is the option --logprobs here"),
     ("generate model 'Once upon'", "'Once upon' is not a setting", "`echo 'Once upon' | rollout"),
+    ("generate model stop_token_ids=a,b", "stop_token_ids=a,b must be JSON or none"),
+    ("generate model --input train.jsonl --output empty", "--output empty is a directory; give a"),
     ("generate model --log-probs", "--log-probs is unknown; did you mean --logprobs?"),
     ("generate model --inptu train.jsonl", "--inptu is unknown; did you mean --input?"),
     (
