@@ -55,7 +55,7 @@ def test_model_directory_without_the_wheel_names_the_command_that_installs_it(
 def test_smollm2_directory_is_converted_again_where_a_file_is_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    damaged = tmp_path / directory.name
+    damaged = tmp_path / directory.parent.name / directory.name
     shutil.copytree(directory, damaged, copy_function=shutil.copy)
     (damaged / "config.json").write_text("{}")
     converted = []

@@ -90,7 +90,8 @@ def run(words: Sequence[str]) -> int:
         CONFIG_HELP,
         "`rollout bench serving --help` lists the settings of the other benchmark.\n",
     )
-    groups, hints = (fields_of(OfflineLoad), LLM_KINDS), LLM_HINTS | _LOAD_HINTS
+    of_serving = {"url": "a setting of `rollout bench serving`, not of `rollout bench`,"}
+    groups, hints = (fields_of(OfflineLoad), LLM_KINDS), LLM_HINTS | _LOAD_HINTS | of_serving
     given = parser.parse(words, *groups, hints=hints)
     if any(word in ("server", "serve", "online") for word in given.settings):
         raise UsageError("a server is measured by `rollout bench serving url=http://HOST:PORT`")

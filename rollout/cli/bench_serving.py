@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from rollout.cli.http_faults import named_http_faults
+from rollout.cli.http_faults import named_http_faults, server_root
 from rollout.cli.measurements import Summary, Timing
 from rollout.cli.settings import UsageError
 from rollout.errors import RolloutError
@@ -83,7 +83,7 @@ async def measure_serving(load: ServingLoad) -> Summary:
     server cannot be reached or lists no model."""
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
-        base_url=load.url,
+        base_url=server_root(load.url),
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=load.timeout_s),
@@ -115,7 +115,7 @@ async def measure_serving(load: ServingLoad) -> Summary:
 
 
 async def _first_model(session: aiohttp.ClientSession) -> str:
-    async with session.get("/v1/models") as response:
+    async with session.get("v1/models") as response:
         if response.status != 200:
             text = await response.text()
             raise RolloutError(f"GET /v1/models answered {response.status}: {text[:200]}")
@@ -142,7 +142,7 @@ async def _complete(
     first_s = last_s = 0.0
     usage: dict[str, Any] | None = None
     try:
-        async with session.post("/v1/completions", json=body) as response:
+        async with session.post("v1/completions", json=body) as response:
             if response.status != 200:
                 return f"status {response.status}: {(await response.text())[:200]}"
             async for line in response.content:

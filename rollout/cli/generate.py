@@ -119,8 +119,12 @@ def run(words: Sequence[str]) -> int:
                 file=sys.stderr,
             )
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
+        if given.input and given.output and _is_same_file(given.input, given.output):
+            raise UsageError(f"--output {given.output} is the --input file; give another file")
         output = sys.stdout
         if given.output:
+            if os.path.isdir(given.output):
+                raise UsageError(f"--output {given.output} is a directory; give a file")
             try:
                 if Path(given.output).is_dir():  # which set_aside would rename
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -138,6 +142,10 @@ def run(words: Sequence[str]) -> int:
             if llm.tokenizer is None and any(isinstance(line.prompt, str) for line in prompts):
                 raise UsageError("text prompts need a tokenizer; give tokenizer=DIR or token ids")
             return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    return os.path.exists(other) and os.path.samefile(one, other)
 
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:

@@ -1,4 +1,4 @@
-"""Turns aiohttp's errors into errors that `rollout.cli.main` reports.
+"""Reads a server's URL, and turns aiohttp's errors into errors that `rollout.cli.main` reports.
 
 Used by `rollout.cli.top` and `rollout.cli.bench_serving`.
 """
@@ -12,6 +12,12 @@ from contextlib import contextmanager
 import aiohttp
 
 from rollout.errors import RolloutError
+
+
+def server_root(url: str) -> str:
+    """Return the URL below which a server has its routes, with a slash at the end. `url` may end in
+    the /v1 that OpenAI's clients need."""
+    return url.rstrip("/").removesuffix("/v1") + "/"
 
 
 @contextmanager

@@ -62,6 +62,9 @@ def run(words: Sequence[str]) -> int:
     of_server, of_llm = read_settings(settings, SERVE_KINDS, LLM_KINDS, hints=_HINTS)
     # Clients may ask for log-probs of prompts. Other requests cost no more.
     of_llm.setdefault("materialize_only_last_token_logits", False)
+    # A client's next turn comes when the last one has ended, so cached blocks outlive their users.
+    if of_llm.get("enable_prefix_caching"):
+        of_llm.setdefault("prefix_caching_eviction_policy", "lru")
     if "doors" in of_server:
         if "protocols" in of_server:
             raise UsageError("doors is the former name of protocols: give protocols alone")

@@ -68,6 +68,10 @@ class Parser(argparse.ArgumentParser):
         if not value:  # it may be the next word
             after = words[list(words).index(unknown[0]) + 1 :]
             value = next((word for word in after[:1] if word[:1] != "-" and "=" not in word), "...")
+        if not any(name in group for group in groups):
+            mine = remedy_of_unknown(option, self._option_string_actions, "", cutoff=0.8)
+            if mine:
+                raise UsageError(f"{unknown[0]} is unknown; {mine}")
         if any(groups) and not any(name in group for group in groups):
             raise UsageError(
                 f"{unknown[0]} is unknown; {_remedy(name, value, groups, hints or {})}"
@@ -223,4 +227,4 @@ def _is_path(kind: Any) -> bool:
 
 def _described(options: Sequence[Any]) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "none"}
-    return " or ".join(names.get(option, "JSON") for option in options)
+    return " or ".join(dict.fromkeys(names.get(option, "JSON") for option in options))

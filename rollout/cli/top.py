@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rollout.cli.http_faults import named_http_faults
+from rollout.cli.http_faults import named_http_faults, server_root
 from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
 from rollout.control.commands import fleet_stats
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
@@ -120,7 +120,7 @@ async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapsh
         aiohttp.ClientSession(
             headers=headers, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**22
         ) as session,
-        session.get(url.rstrip("/") + "/events", params={"samples": "0"}) as response,
+        session.get(server_root(url) + "events", params={"samples": "0"}) as response,
     ):
         if response.status != 200:
             raise RolloutError(_refusal(url, response.status))
@@ -146,13 +146,16 @@ async def _show(
 ) -> None:
     live = Live(auto_refresh=False)
     num_shown = 0
-    with nullcontext() if is_json else live:
+    is_live = live.console.is_terminal and not is_json
+    with live if is_live else nullcontext():
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 if is_json:
                     print(json.dumps(asdict(snapshot)), flush=True)
-                else:
+                elif is_live:
                     live.update(view_of(snapshot), refresh=True)
+                else:  # a pipe or a file gets every snapshot
+                    live.console.print(view_of(snapshot))
                 num_shown += 1
                 if num_shown == count:
                     return

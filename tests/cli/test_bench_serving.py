@@ -80,6 +80,15 @@ def test_every_request_is_timed_within_the_concurrency(
     assert {body["model"] for body in fake.bodies} == {"tiny"}
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_bench_serving_takes_the_base_url_of_openai_clients(
+    served: tuple[FakeServer, str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serving", f"{served[1]}{end}", "api_key=secret", "num_prompts=1"]
+    assert main([*words, "num_tokens=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_generated_tokens"] == 2
+
+
 def test_bench_serving_reports_refused_requests(
     served: tuple[FakeServer, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

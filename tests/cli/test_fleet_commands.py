@@ -89,8 +89,10 @@ def test_top_shows_what_the_engines_do(capsys: pytest.CaptureFixture[str]) -> No
         assert last["state"] == "RUNNING"
         assert all(engine["generated_tokens_per_s"] == 0 for engine in first["engines"])
         assert sum(engine["generated_tokens_per_s"] for engine in last["engines"]) > 0
-        assert await asyncio.to_thread(main, [*words, "count=1"]) == 0
-        assert "tokens/s" in capsys.readouterr().out
+        assert await asyncio.to_thread(main, [*words, "count=2"]) == 0
+        printed = capsys.readouterr().out
+        assert printed.count("RUNNING   2 engines") == 2, "a file gets every snapshot"
+        assert printed.endswith("\n")
         await load.end()
 
     with_fleet(2, work)

@@ -165,6 +165,23 @@ def test_max_model_len_is_the_engines_longest_sequence_too(
         assert given["max_sequence_length"] == length
 
 
+def test_serve_keeps_cached_prefixes_after_their_last_user_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, object] = {}
+
+    def started(**settings: object) -> None:
+        given.update(settings)
+        raise StartedError
+
+    monkeypatch.setattr(apis, "AsyncLLM", started)
+    name = "prefix_caching_eviction_policy"
+    for words, policy in (((), "lru"), ((f"{name}=ref_zero",), "ref_zero")):
+        with pytest.raises(StartedError):
+            main(["serve", directory(), "port=0", "enable_prefix_caching=true", *words])
+        assert given[name] == policy
+
+
 def fault_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Return the error line of `rollout serve`, which ends before an engine starts."""
     capsys.readouterr()

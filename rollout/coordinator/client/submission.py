@@ -118,7 +118,8 @@ def _encoded(
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     if tokenizer is None:
         raise InvalidRequestError(
-            "a text prompt needs a tokenizer: pass InferenceClient(..., tokenizer=), or token ids"
+            "a text prompt needs a tokenizer: pass tokenizer=DIR to AsyncLLM.connect or "
+            "InferenceClient, or give token ids"
         )
     add_bos = {params.add_BOS for params in sampling_params}
     if len(add_bos) > 1:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
+
+from rollout.models.checkpoints.smollm2 import NAME as SMOLLM2
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -33,6 +36,8 @@ def fault_of_directory(path: str | Path) -> str | None:
             f"{text} is a name of the Hugging Face hub, and models are not downloaded here: run "
             f"`hf download {text} --local-dir {name}`, then give {name}"
         )
+    if get_close_matches(text.lower(), [SMOLLM2], cutoff=0.7):
+        return f"{text} is not a directory; did you mean {SMOLLM2}?"
     return (
         f"{text} is not a directory; models are not downloaded here: give a directory with "
         "config.json and *.safetensors, as `hf download NAME --local-dir DIR` makes it"

@@ -56,9 +56,10 @@ def smollm2_directory() -> Path:
     """
     source = _wheel_file()
     digest = _sha256(source)
-    target = private_folder("models") / f"SmolLM2-135M-Instruct-{digest[:16]}"
+    target = private_folder("models") / digest[:16] / NAME  # a server's clients see this name
     if _is_whole(target):
         return target
+    target.parent.mkdir(exist_ok=True)
     with _locked(target.with_suffix(".lock")):
         if not _is_whole(target):  # no other process has converted it meanwhile
             _convert_into(target, source)
