@@ -31,6 +31,7 @@ PROGRAMS = {
     "wandb": "import wandb",
     "smollm2": "import gguf; from rollout import LLM",
     "data": "import pyarrow.parquet, reasoning_gym",
+    "figure": "import matplotlib.pyplot, trainer_hooks.train.plots",
     "lora": "from peft import LoraConfig; from rollout import LoraAdapter",
     "all": "import peft, reasoning_gym, wandb, uvloop, gguf, trainer_hooks.train.main",
     "gpu": "import triton, torch_memory_saver, rollout.backends.cuda.memory_saver",

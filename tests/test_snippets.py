@@ -30,6 +30,7 @@ import pytest
 from rollout import LLM, InferenceConfig
 from rollout.apis.threaded_llm import ThreadedLLM
 from rollout.cli.main import COMMANDS, main
+from trainer_hooks.train import report
 from trainer_hooks.train.job import compose_settings
 
 ROOT = Path(__file__).parents[1]
@@ -208,6 +209,11 @@ def test_commands_of_a_page_name_keys_and_flags_that_exist(page: Path) -> None:
             assert program in PROGRAMS, program
         elif words[0] == "train":
             check_train(words[1:])
+        elif words[0] == "report":  # a command of trainer_hooks
+            with contextlib.redirect_stdout(io.StringIO()) as output, pytest.raises(SystemExit):
+                report.run(["--help"])
+            flags = [word for word in words if word.startswith("--")]
+            assert [flag for flag in flags if flag not in output.getvalue()] == []
         else:
             assert words[0] in COMMANDS, words
             shown = help_of(*words[: 2 if words[1:2] == ["serving"] else 1])

@@ -87,7 +87,9 @@ def engine_with_fuse(
 
         def create_arena() -> Any:
             arena = backend.create_host_arena()
-            return Wrapped(arena, reserve=fuse.around(f"{next(resources)} reserve", arena.reserve))
+            if (resource := next(resources, None)) is None:
+                return arena  # for the packed copies of an update
+            return Wrapped(arena, reserve=fuse.around(f"{resource} reserve", arena.reserve))
 
         names = ("release", "restore")
         wrapped: Any = Wrapped(memory, **{name: by_resource(memory, name) for name in names})
