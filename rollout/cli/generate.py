@@ -7,10 +7,8 @@ Samples go to stdout or the --output file, and the summary to stderr.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import io
 import json
-import os
 import shlex
 import sys
 import time
@@ -119,23 +117,9 @@ def run(words: Sequence[str]) -> int:
                 file=sys.stderr,
             )
         prompts = list(read_prompts(lines, template, source=given.input or "stdin"))
-        if given.input and given.output and _is_same_file(given.input, given.output):
-            raise UsageError(f"--output {given.output} is the --input file; give another file")
         output = sys.stdout
         if given.output:
-            if os.path.isdir(given.output):
-                raise UsageError(f"--output {given.output} is a directory; give a file")
-            try:
-                if Path(given.output).is_dir():  # which set_aside would rename
-                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-                earlier = set_aside(Path(given.output))
-                output = files.enter_context(Path(given.output).open("w", encoding="utf-8"))
-            except OSError as error:
-                raise UsageError(
-                    f"--output {given.output}: {error.strerror}; give a file that can be written"
-                ) from error
-            if earlier is not None:
-                print(f"moved the earlier {given.output} to {earlier}", file=sys.stderr)
+            output = files.enter_context(_new_output(given.output, given.input))
         elif isinstance(output, io.TextIOWrapper):
             output.reconfigure(encoding="utf-8")  # JSON is UTF-8, whatever the terminal's encoding
         with make_llm(of_llm) as llm:
@@ -144,8 +128,24 @@ def run(words: Sequence[str]) -> int:
             return _generate(llm, prompts, params, more, wanted, output, is_json=given.json)
 
 
-def _is_same_file(one: str, other: str) -> bool:
-    return os.path.exists(other) and os.path.samefile(one, other)
+def _new_output(name: str, input_name: str | None) -> TextIO:
+    """Open the file `name` for writing. An earlier file of that name is renamed, and stderr says so.
+    Raises UsageError for the input file, for a directory, and if it cannot be written."""
+    path = Path(name)
+    if path.is_dir():  # set_aside would rename it
+        raise UsageError(f"--output {name} is a directory; give a file")
+    if input_name and path.exists() and path.samefile(input_name):
+        raise UsageError(f"--output {name} is the --input file; give another file")
+    try:
+        earlier = set_aside(path)
+        output = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--output {name}: {error.strerror}; give a file that can be written"
+        ) from error
+    if earlier is not None:
+        print(f"moved the earlier {name} to {earlier}", file=sys.stderr)
+    return output
 
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
