@@ -129,7 +129,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _new_output(name: str, input_name: str | None) -> TextIO:
-    """Open the file `name` for writing. An earlier file of that name is renamed, and stderr says so.
+    """Open the file `name` for writing. An earlier file of that name is renamed; stderr says so.
     Raises UsageError for the input file, for a directory, and if it cannot be written."""
     path = Path(name)
     if path.is_dir():  # set_aside would rename it
