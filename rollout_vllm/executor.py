@@ -108,6 +108,11 @@ class VllmExecutor:
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedTensors:
         start = time.perf_counter()
+        if self._core.vllm_config.model_config.get_num_experts():
+            raise WeightUpdateError(
+                "engine='vllm' does not update mixtures of experts: vLLM's reload was seen to "
+                "leave wrong experts on a CPU. Start a new engine from the new weights"
+            )
         if isinstance(named_tensors, LoraAdapter):
             raise WeightUpdateError(
                 "engine='vllm' takes whole weights only; merge the adapter into them before the "
