@@ -130,8 +130,8 @@ def _other(mode: str) -> str:
 
 
 def _has_mode(params: SamplingParams, logprobs_mode: str) -> bool:
-    """Return whether vLLM's mode gives the log-probs that the request asks for. Greedy requests
-    have those of the logits, in every mode here."""
+    """Return whether vLLM's mode gives the log-probs that the request asks for. A greedy
+    request always asks for raw ones, whatever its mode."""
     is_scaled = params.temperature not in (0.0, 1.0)
     is_changed = bool(
         (params.top_k or params.top_p not in (0.0, 1.0) or params.min_p)

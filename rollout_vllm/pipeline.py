@@ -93,7 +93,7 @@ class VllmPipeline:
 
     def step(self, weights_version: int) -> None:
         with self._guard.change("step"):
-            # vLLM is told at its next step which requests have ended.
+            # vLLM learns in its next step which requests have ended.
             if self._core.scheduler.has_requests() or self.num_in_flight:
                 self._step(weights_version)
 

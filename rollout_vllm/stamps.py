@@ -36,8 +36,7 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
     version: the version that the next steps write. isolates: no prefix is found whose tokens have
     attended to KV of an older version. spans: the versions of each running request's
     KV, by vLLM's request id. num_cached: tokens of a request that were found in the cache.
-    preempted: requests that lost their KV since the last `take_preempted`. scheduled: (id, first
-    position, end) of each request in the last step that was scheduled.
+    scheduled: (id, first position, end) of each request in the last step that was scheduled.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +152,7 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         self.kv_cache_manager.evict_blocks({*old.tolist()} - {_NULL_BLOCK})
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget the versions of requests that have ended."""
+        """Drop the versions of requests that have ended."""
         for request_id in request_ids:
             self.spans.pop(request_id, None)
             self.num_cached.pop(request_id, None)
