@@ -85,12 +85,8 @@ def write_figure(
         if len(axes.lines) > 1 or band_note(runs):  # above the panel, where it hides no curve
             place: dict[str, Any] = {"loc": "outside upper left", "ncols": 2, "frameon": False}
             figure.legend(title=band_note(runs) or None, alignment="left", **place)
-        own: dict[str, Any] = {
-            "format": path.suffix[1:],
-            "dpi": 200,
-            "metadata": _METADATA[path.suffix],
-        }
-        replace_file(path, lambda staging: figure.savefig(staging, **own))
+        kind: dict[str, Any] = {"format": path.suffix[1:], "metadata": _METADATA[path.suffix]}
+        replace_file(path, lambda staging: figure.savefig(staging, dpi=200, **kind))
     return path
 
 

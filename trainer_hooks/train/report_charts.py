@@ -93,8 +93,8 @@ def evaluation_charts(runs: Sequence[RunResults]) -> list[str]:
 def share_charts(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths]]) -> list[str]:
     """Return the charts of shares: of times, staleness and lengths.
 
-    Those of a single seed's times and staleness are over its steps. `lengths`: of the samples of
-    each seed of each run.
+    The times and the staleness of a single seed are drawn over its steps. `lengths`: lengths of the
+    samples of each seed of each run.
     """
     is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     times = _charts_over_steps(runs[0].seeds[0]) if is_alone else [_time_chart(runs)]
@@ -168,8 +168,9 @@ def _curves(runs: Sequence[RunResults], panels: Mapping[str, Mapping[str, str]])
 def _line_figure(
     title: str, lines: Mapping[str, Sequence[Point]], runs: Sequence[RunResults]
 ) -> str:
-    mean, end, band = band_note(runs).partition("; ")
-    note = mean + end + band if len(lines) <= MAX_BANDS else mean
+    note = band_note(runs)
+    if len(lines) > MAX_BANDS:  # no band is drawn
+        note = note.partition("; ")[0]
     return _figure(title, line_chart(lines), lines, note)
 
 
