@@ -76,6 +76,7 @@ from trainer_hooks.train.run_files import (
     stop_on_interrupt,
     write_config,
 )
+from trainer_hooks.train.run_results import METRICS_NAME
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
 from trainer_hooks.train.summary import (
@@ -195,7 +196,7 @@ def run_seed(
             run = Run(directory, settings, seed, ranks, clock)
             summary = asyncio.run(run.run())
         finally:  # also after a failure
-            if (directory / "metrics.jsonl").exists():
+            if (directory / METRICS_NAME).exists():
                 write_report(directory)
         (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
@@ -260,9 +261,9 @@ class Run:
             if checkpoint is None:
                 checkpoint = await self.begin(logger, stop)
             else:
-                view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
+                view.recall(metrics.read_jsonl(self.directory / METRICS_NAME))
             await self.train_from(checkpoint, view, logger, stop)
-            rows = metrics.read_jsonl(self.directory / "metrics.jsonl")
+            rows = metrics.read_jsonl(self.directory / METRICS_NAME)
             summary = summarise(rows, self.seed)
             logger.log_summary(summary)
         return summary

@@ -14,6 +14,7 @@ from rollout.errors import ConfigError
 from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
 from trainer_hooks.files import replace_file
+from trainer_hooks.metrics.figures import HELD_OUT_REWARD
 from trainer_hooks.train.report_charts import LABELS
 from trainer_hooks.train.run_results import RunResults, band_note, metric_names, prompts_note
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
@@ -29,7 +30,7 @@ _METADATA: dict[str, dict[str, None]] = {
 _SIZE_INCHES = (4.2, 2.8)
 _STYLES = ("-", "--", ":", "-.")
 _MAX_MARKERS = 40
-DEFAULT_METRICS = ("reward", "eval/greedy_reward")
+DEFAULT_METRICS = ("reward", HELD_OUT_REWARD)
 
 
 def write_figure(

@@ -35,7 +35,7 @@ from trainer_hooks.train.svg_charts import (
 # Metrics, or patterns of metrics, of each chart by its title, in the order of the page. Charts
 # without values are left out.
 CURVES = {
-    "reward": ("reward", "eval/greedy_reward"),
+    "reward": ("reward", figures.HELD_OUT_REWARD),
     "reward within a group, deviation": ("reward_std",),
     "groups whose rewards are all equal, share": ("frac_reward_zero_std",),
     "rewards by term": ("rewards/*/mean",),
@@ -61,7 +61,7 @@ CURVES = {
 # Labels of metrics that share a chart; others have their names.
 LABELS = {
     "reward": "sampled",
-    "eval/greedy_reward": "held out, greedy",
+    figures.HELD_OUT_REWARD: "held out, greedy",
     "completions/mean_length": "mean",
     "completions/max_length": "longest",
     "policy_staleness/mean": "mean",
@@ -70,7 +70,7 @@ LABELS = {
     "train/tokens_per_s": "trained on",
 }
 _TIME_SHARE = "timing_share/"  # prefix of a share of the time account
-# Metrics of held-out prompts; those of a source are eval/<source>/<name>.
+# Beginnings of the names of metrics of held-out prompts, after eval/ or eval/<source>/.
 EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
 _MAX_LENGTH_BINS = 16
 
@@ -122,7 +122,7 @@ def _evaluations(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
         source, _, metric = name.removeprefix("eval/").rpartition("/")
         if name.startswith("eval/") and metric.startswith(EVALUATED):
             panels[f"held out: {metric}"][(source or "all") + prompts_note(runs, name)] = name
-    if list(panels.get("held out: greedy_reward", {}).values()) == ["eval/greedy_reward"]:
+    if list(panels.get("held out: greedy_reward", {}).values()) == [figures.HELD_OUT_REWARD]:
         del panels["held out: greedy_reward"]  # it is in the chart of the reward
     return panels
 

@@ -116,7 +116,7 @@ def interrupted_text(directory: Path) -> str:
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Return the figures of a finished run by name, from all its metric rows.
 
-    Figures that more than one place shows are those of `trainer_hooks.metrics.figures`: rewards and
+    `trainer_hooks.metrics.figures` defines the figures that other places show, too: rewards and
     gains (`sampled_reward`, `held_out_reward`), `tokens_per_s` over all steps, `step_s`
     (`step_seconds`) and `training_s`, the wall time of all steps. A mean reward is NaN if no
     held-out prompt has one. The last reward and the gain are None after a single measurement.
