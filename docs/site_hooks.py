@@ -1,5 +1,5 @@
-"""What mkdocs does beside reading pages: links out of docs/ become names, code in tables may break
-behind punctuation, and the fields in a docstring become a list."""
+"""Hooks of mkdocs: links out of docs/ become names, code in tables may break behind punctuation,
+and the fields in a docstring become a list."""
 
 from __future__ import annotations
 

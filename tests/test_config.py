@@ -467,7 +467,7 @@ def check_deterministic() -> None:
 
 
 def check_engine() -> None:
-    """What another engine does is tested in tests/rollout_vllm."""
+    """tests/rollout_vllm tests the work of another engine."""
     with pytest.raises(ConfigError, match=r"engine='rolout' is unknown; did you mean rollout\?"):
         LLM(model(), engine="rolout")
     with pytest.raises(ConfigError, match="engine='vllm' is another engine"):

@@ -54,7 +54,7 @@ class Block:
 
     @property
     def needs(self) -> str | None:
-        """What the block needs beside a CPU, by its first line; None if it needs nothing."""
+        """Requirement beyond a CPU that the first line names, such as "Ray"; None without one."""
         found = NEEDS.match(self.source)
         return None if found is None else found[1]
 

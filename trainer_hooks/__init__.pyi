@@ -1,4 +1,4 @@
-"""The functions and classes that a training loop calls, listed in the order of a loop."""
+"""The functions and classes that a training loop calls, by the modules that define them."""
 
 from rollout.apis.threaded_llm import ThreadedLLM as ThreadedLLM
 from trainer_hooks.checkpoint import TrainerState as TrainerState

@@ -140,7 +140,7 @@ class Rollout:
 
 
 def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
-    """Return all tokens of one token sequence, the tokens of its last turn, int64."""
+    """Return the tokens of one token sequence, int64: prompt and output of its last turn."""
     if not turns:
         return torch.zeros(0, dtype=torch.int64)
     generated = torch.tensor(turns[-1].generated_tokens, dtype=torch.int64)

@@ -135,6 +135,7 @@ COMMANDS = [
     ("train", "data is missing; give data=OPTION, such as data=jsonl data.path=train.jsonl"),
     ("train demo", "'demo' is not KEY=VALUE; for an entry config give --config-name demo"),
     ("train train.jsonl", "for a file of prompts give data=jsonl data.path=train.jsonl"),
+    ("train .jsonl", "'.jsonl' is not KEY=VALUE; for an entry config give --config-name .jsonl"),
     (
         "train --num-steps 5",
         "--num-steps is unknown; settings are written KEY=VALUE: trainer.num_st",

@@ -58,16 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     with extra_needed("train", "the doctor"):
         from rich.console import Console
-    console, errors = Console(), Console(stderr=True)
+    console, errors = Console(), Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     try:
         diagnosis = examine_files(given)
     except ConfigError as error:
-        errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"error: {error}", style="red")
         return _USAGE_ERROR
     console.print(report(diagnosis))
     if given.json is not None:
         if (earlier := set_aside(given.json)) is not None:
-            errors.print(f"moved the earlier {given.json} to {earlier}", highlight=False)
+            errors.print(f"moved the earlier {given.json} to {earlier}")
         given.json.write_text(json.dumps(diagnosis.as_json(), indent=2) + "\n", encoding="utf-8")
     return EXIT_CODES[diagnosis.verdict]
 

@@ -22,7 +22,7 @@ NUM_HELD_OUT = "eval/num_prompts"
 
 
 def training_steps(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of training steps, without those of a warm-up, an evaluation or an engine."""
+    """Return the rows of training steps, without rows of a warm-up, an evaluation or an engine."""
     return [row for row in rows if "reward" in row]
 
 

@@ -20,7 +20,6 @@ REPEAT_STEPS = 10  # steps after which a warning that goes on is shown again
 KINDS = {
     "same_scores": "every group scored the same: nothing was learned from the reward",
     "all_cut": "every completion was cut by the length limit",
-    "all_failed": "every rollout failed",
     "nothing_trained": "nothing was trained",
     "zero_gradient": "the gradient was zero",
 }

@@ -26,6 +26,7 @@ from rollout.text import Tokenizer, as_tokenizer, encode_prompt
 from trainer_hooks.losses.advantages import has_reward_spread
 from trainer_hooks.prompts.ledger import PromptItem, PromptLedger, PromptTicket
 from trainer_hooks.rewards import RewardFailed, RewardRunner, score_rollouts
+from trainer_hooks.rewards.failures import is_power_of_ten
 from trainer_hooks.rollouts import Rollout, as_rollout
 
 logger = logging.getLogger(__name__)
@@ -220,12 +221,12 @@ class GroupMaker:
         return None
 
     def _record_failure(self, ticket: PromptTicket, group: ScoredGroup) -> None:
-        """Keep why a prompt failed, whose last attempt was `group`. Logs the 1st, 10th, ... one."""
+        """Record why a prompt failed; `group` is its last attempt. Logs failures 1, 10, 100, ..."""
         pairs = zip(group.rollouts, group.rewards, strict=True)
         failed = next(rollout for rollout, reward in pairs if math.isnan(reward))
         self.last_failure = failed.error or "the reward was None or NaN"
         self._num_failed += 1
-        if str(self._num_failed).rstrip("0") == "1":
+        if is_power_of_ten(self._num_failed):
             logger.warning(
                 "prompt %d is left out (%d so far): %d of its %d samples have a reward after "
                 "max_attempts=%d, fewer than min_valid_samples=%d; the first without one: %s",

@@ -2,7 +2,8 @@
 
 Used by RewardRunner, `trainer_hooks.rewards.process`, RewardProcesses and VerlReward. The producer
 and `evaluate` catch RewardFailed, `rollout train` RewardFunctionError. The environments'
-`trainer_hooks.environments.faults` uses FailureLog.
+`trainer_hooks.environments.faults` uses FailureLog. `trainer_hooks.producer.groups` uses
+`is_power_of_ten`.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def below_this_package(frames: TracebackType | None) -> TracebackType | None:
     return below or frames
 
 
+def is_power_of_ten(count: int) -> bool:
+    """Return whether `count` is 1, 10, 100, ..., so that a log of repeated failures stays short."""
+    return str(count).rstrip("0") == "1"
+
+
 class FailureLog:
     """Logs each distinct error once, with its traceback, and then its count at 10, 100, ..."""
 
@@ -96,7 +102,7 @@ class FailureLog:
         if count == 1:
             shown = (type(error), error, below_this_package(error.__traceback__))
             _log.warning("%s failed: %r", self._subject, error, exc_info=shown)
-        elif str(count).rstrip("0") == "1":
+        elif is_power_of_ten(count):
             _log.warning(
                 "%s failed %d times so far with %s, now: %r",
                 self._subject,

@@ -92,9 +92,7 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
 
 
 def share_bar(shares: Mapping[str, float], width: int, least: float = 0.005) -> RenderableType:
-    """Return a bar of `width` cells and its legend, of shares from `least` on, the largest
-    first.
-    """
+    """Return a bar of `width` cells and its legend: shares of `least` or more, largest first."""
     present = [(name, share) for name, share in shares.items() if share >= least]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []

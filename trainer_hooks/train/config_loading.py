@@ -1,10 +1,10 @@
 """Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
 
-Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.job`, `trainer_hooks.train.main`,
-`trainer_hooks.train.task`, `trainer_hooks.train.prompts`, `trainer_hooks.train.learner` and
-`trainer_hooks.train.override_help`. The error for an unknown key gives our name for a key of TRL,
-verl or Megatron-LM, or the nearest valid key. `import_object` may append the working directory to
-sys.path.
+Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.overrides`,
+`trainer_hooks.train.override_help`, `trainer_hooks.train.main`, `trainer_hooks.train.run_files`,
+`trainer_hooks.train.task`, `trainer_hooks.train.prompts` and `trainer_hooks.train.learner`. The
+error for an unknown key gives our name for a key of another system, such as TRL, verl or vLLM, or
+the nearest valid key. `import_object` may append the working directory to sys.path.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ _MEGATRON = {
     "global_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
 }
 _ENGINE_FIELDS = field_types(InferenceConfig)
-# Names of vLLM and SGLang, of which the settings of an engine are in the section `engine`.
+# Names of vLLM and SGLang. Our names for their engine settings are in the section `engine`.
 _VLLM = {
     **{
         name: f"engine.{hint}"
@@ -410,7 +410,7 @@ _VLLM = {
     **{name: "num_engines" for name in ("dp", "dp_size", "data_parallel_size")},
     "num_return_sequences": _GROUP_SIZE,
 }
-# Names that no system of these has, but that are in many training scripts.
+# Names of many training scripts, in none of the systems above.
 _COMMON = {
     **{name: _NUM_STEPS for name in ("steps", "num_iters", "total_steps", "n_steps")},
     **{

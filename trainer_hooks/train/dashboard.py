@@ -29,6 +29,7 @@ from trainer_hooks.metrics import TimeAccount
 from trainer_hooks.metrics.axes import ROLLOUT_VERSION, TRAINER_STEP
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView
 from trainer_hooks.metrics.figures import (
+    HELD_OUT_REWARD,
     NUM_HELD_OUT,
     STEP_S,
     WINDOW_STEPS,
@@ -70,8 +71,8 @@ RATES = {
 }
 PLAIN_COLUMNS = {
     **DEFAULT_COLUMNS,
-    "eval/greedy_reward": "held out {:.3f}",
-    "eval/num_prompts": "(n={:,.0f})",
+    HELD_OUT_REWARD: "held out {:.3f}",
+    NUM_HELD_OUT: "(n={:,.0f})",
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
@@ -161,14 +162,13 @@ class Dashboard:
             reward = row.get("reward")
             if reward is not None and math.isfinite(reward):  # at least one rollout has a reward
                 self._rewards.append(reward)
-            if row.get("eval/greedy_reward") is not None:
-                num = of_prompts(row.get(NUM_HELD_OUT))
-                self._held_out = f"held out {row['eval/greedy_reward']:.3f}{num}"
+            if (held_out := row.get(HELD_OUT_REWARD)) is not None:
+                self._held_out = f"held out {held_out:.3f}{of_prompts(row.get(NUM_HELD_OUT))}"
 
     def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
         """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
         has any. A row lacks those that are 0. A training step's row also replaces the warnings, and
-        the metrics `train/*`, of which a step without an update has few.
+        the metrics `train/*`, since a step without an update has few of them.
         """
         if "reward" in metrics:
             self._latest.pop(WARNINGS, None)

@@ -1,7 +1,7 @@
 """Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
 
-Used by `trainer_hooks.train.command` (`run_hydra_job`), `trainer_hooks.train.main`
-(`given_overrides`) and `trainer_hooks.train.run_files` (`wandb_names`). It rewrites sys.argv.
+Used by `trainer_hooks.train.command` (`run_hydra_job`), `trainer_hooks.train.summary`
+(`given_overrides`) and `trainer_hooks.train.run_files`. It rewrites sys.argv.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ def run_hydra_job(
     """
 
     def compose_and_call(config: DictConfig) -> None:
-        # These errors end a job with their message alone; for others Hydra prints a traceback.
         try:
             job(load_dataclass(kind, config))
-        except (ConfigError, EnvironmentFailed, RewardFunctionError) as error:
-            raise SystemExit(f"rollout: error: {error}") from error
-        except (trainer_hooks.NonFiniteGradientError, trainer_hooks.ProducerError) as error:
+        except (  # these end a job with their message alone; for others Hydra prints a traceback
+            ConfigError,
+            EnvironmentFailed,
+            RewardFunctionError,
+            trainer_hooks.NonFiniteGradientError,
+            trainer_hooks.ProducerError,
+        ) as error:
             raise SystemExit(f"rollout: error: {error}") from error
 
     words = read_words(sys.argv[1:], kind, config_name)

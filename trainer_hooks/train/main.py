@@ -76,6 +76,7 @@ from trainer_hooks.train.run_files import (
     stop_on_interrupt,
     write_config,
 )
+from trainer_hooks.train.run_results import METRICS_NAME
 from trainer_hooks.train.samples import SampleLog
 from trainer_hooks.train.settings import TORCHRUN_LAUNCHER
 from trainer_hooks.train.summary import (
@@ -193,11 +194,10 @@ def run_seed(
     with locked_run(directory), restored_threads():
         try:
             run = Run(directory, settings, seed, ranks, clock)
-            asyncio.run(run.run())
+            summary = asyncio.run(run.run())
         finally:  # also after a failure
-            if (directory / "metrics.jsonl").exists():
+            if (directory / METRICS_NAME).exists():
                 write_report(directory)
-        summary = run.summary()
         (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
         return summary
 
@@ -234,16 +234,16 @@ class Run:
         _log.info("threads: %s", self.threads)
         torch.manual_seed(seed)
 
-    async def run(self) -> None:
-        """Train, then close the reward function and the environments."""
+    async def run(self) -> dict[str, Any]:
+        """Train, then close the reward function and the environments. Returns the run's summary."""
         with self.task.reward or nullcontext():
             async with self.task.rollout_fn or nullcontext():
-                await self.train()
+                return await self.train()
 
-    async def train(self) -> None:
+    async def train(self) -> dict[str, Any]:
         """Train to the last step, from the newest checkpoint if the settings ask to resume.
 
-        Otherwise renames an earlier run's directory and begins a new run.
+        Otherwise renames an earlier run's directory and begins a new run. Returns the summary.
         """
         settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
@@ -261,13 +261,12 @@ class Run:
             if checkpoint is None:
                 checkpoint = await self.begin(logger, stop)
             else:
-                view.recall(metrics.read_jsonl(self.directory / "metrics.jsonl"))
+                view.recall(metrics.read_jsonl(self.directory / METRICS_NAME))
             await self.train_from(checkpoint, view, logger, stop)
-            logger.log_summary(self.summary())
-
-    def summary(self) -> dict[str, Any]:
-        """Return the figures of the finished run."""
-        return summarise(metrics.read_jsonl(self.directory / "metrics.jsonl"), self.seed)
+            rows = metrics.read_jsonl(self.directory / METRICS_NAME)
+            summary = summarise(rows, self.seed)
+            logger.log_summary(summary)
+        return summary
 
     async def train_from(
         self,

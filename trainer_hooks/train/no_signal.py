@@ -1,4 +1,4 @@
-"""step_warnings: says of a training step that taught nothing what happened and what may help.
+"""step_warnings: explains why a training step taught nothing, and what may help.
 
 Used by `trainer_hooks.train.main`. `trainer_hooks.metrics.step_warnings` has the kinds of warnings.
 Pure functions.
@@ -7,7 +7,7 @@ Pure functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from trainer_hooks.train.job import AlgorithmSettings
 from trainer_hooks.train.samples import cut_start, one_line
 
 _SEEN_CHARACTERS = _WANTED_CHARACTERS = 40
-_ERROR_CHARACTERS = 120
 # Columns that usually hold what a reward compares with, the likeliest first.
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
 _NO_ANSWERS = ("messages", "data_source", "reward_model")  # columns that do not
@@ -37,30 +36,24 @@ def step_warnings(
 ) -> dict[str, str]:
     """Return the warnings of a step that taught nothing, by kind; {} for a step that taught.
 
-    `row`: the step's metrics, with those of its update. `tokenizer`: decodes samples as for the
-    reward. `success_reward`: the reward of a good answer. A step in which all samples have it needs
+    `row`: the metrics of the step and of its update. `batch`: each of its groups has a reward, as
+    the producer's `min_valid_samples` requires. `tokenizer`: decodes samples as for the reward.
+    `success_reward`: the reward of a good answer. A step in which all samples have it needs
     harder prompts; one in which no sample has more than 0 needs easier ones.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    scored = [group for group in batch.groups if group.valid_rewards]
     found: dict[str, str] = {}
-    if not scored:
-        errors = [each.error for each in rollouts if each.error is not None]
-        first = f", the first with: {_shortened(errors[0], _ERROR_CHARACTERS)}" * bool(errors)
-        found["all_failed"] = f"all {len(rollouts):,} rollouts failed{first}. Look into train.log."
-    elif not _is_spread(batch, algorithm):
-        found["same_scores"] = _same_scores(scored, tokenizer, success_reward)
-    if scored and all(each.finish_reason == "length" for each in rollouts):
+    if not _is_spread(batch, algorithm):
+        found["same_scores"] = _same_scores(batch.groups, tokenizer, success_reward)
+    if all(each.finish_reason == "length" for each in rollouts):
         found["all_cut"] = (
             f"all {len(rollouts):,} completions were cut by the length limit"
             f"{', so none is trained on' * algorithm.mask_truncated_completions}. One ends with "
-            f"{_seen(scored[0], tokenizer)}. Raise algorithm.max_new_tokens="
+            f"{_seen(batch.groups[0], tokenizer)}. Raise algorithm.max_new_tokens="
             f"{algorithm.max_new_tokens}, reward short answers, or check the end token."
         )
-    is_explained = bool(found.keys() - {"all_cut"}) or (
-        "all_cut" in found and algorithm.mask_truncated_completions
-    )
-    if not is_explained:
+    is_masked = "all_cut" in found and algorithm.mask_truncated_completions
+    if "same_scores" not in found and not is_masked:
         found |= _without_gradient(row, len(rollouts))
     return {kind: f"step {step:,}: {text}" for kind, text in found.items()}
 
@@ -77,15 +70,13 @@ def _is_spread(batch: TrainingBatch, algorithm: AlgorithmSettings) -> bool:
 
 
 def _same_scores(
-    scored: list[ScoredGroup], tokenizer: Tokenizer | None, success_reward: float
+    groups: Sequence[ScoredGroup], tokenizer: Tokenizer | None, success_reward: float
 ) -> str:
-    worst = min(scored, key=lambda group: group.mean_reward)
-    low, high = worst.mean_reward, max(group.mean_reward for group in scored)
-    if is_level := f"{low:.3f}" == f"{high:.3f}":
-        level = f"each sample {low:.3f}"
-    else:
+    worst = min(groups, key=lambda group: group.mean_reward)
+    low, high = worst.mean_reward, max(group.mean_reward for group in groups)
+    level = f"each sample {low:.3f}"
+    if f"{low:.3f}" != f"{high:.3f}":
         level = f"{low:.3f} in one, {high:.3f} in another"
-    if not is_level:
         remedy = (
             "Take prompts between these (producer=dynamic_sampling), or raise "
             "algorithm.group_size or algorithm.temperature."

@@ -40,7 +40,6 @@ overrides come on top.
   --multirun          run each combination of KEY=VALUE,VALUE
   --cfg job           print the composed config as YAML and exit
 """
-_LEFT_OPEN = MISSING  # the value ??? of a key or a group that has no default
 _DEFAULT = "default"
 
 
@@ -85,7 +84,7 @@ def _help(kind: type, loader: Any, words: Words) -> Iterator[str]:
     for group in groups:
         chosen = composed.overrides.known_choices.get(group)
         others = [name for name in loader.get_group_options(group) if name != chosen]
-        given = f"{group}={'' if chosen == _LEFT_OPEN else chosen}"
+        given = f"{group}={'' if chosen == MISSING else chosen}"
         yield f"  {given:<26} or {', '.join(others)}"
     yield f"\nkeys of {config_name}, KEY=VALUE, and where the value comes from:"
     section = ""
@@ -94,11 +93,9 @@ def _help(kind: type, loader: Any, words: Words) -> Iterator[str]:
             section = key.partition(".")[0]
             yield ""
         shown = setting.value if isinstance(setting.value, str) else json.dumps(setting.value)
-        is_open = setting.value == _LEFT_OPEN
-        given, source = (
-            f"{key}={'' if is_open else shown}",
-            "required" if is_open else setting.source,
-        )
+        if is_open := setting.value == MISSING:
+            shown = ""
+        given, source = f"{key}={shown}", "required" if is_open else setting.source
         yield f"  {given:<58} {source}{f': {choices}' if choices else ''}"
 
 
@@ -146,7 +143,7 @@ def _default(field: dataclasses.Field[Any]) -> Setting:
         return Setting(as_plain(field.default), _DEFAULT)
     if field.default_factory is not dataclasses.MISSING:
         return Setting(as_plain(field.default_factory()), _DEFAULT)
-    return Setting(_LEFT_OPEN, _DEFAULT)
+    return Setting(MISSING, _DEFAULT)
 
 
 def _choices(kind: Any) -> str:

@@ -71,11 +71,13 @@ def read_words(arguments: Sequence[str], kind: type, config_name: str) -> Words:
     for word in unknown:
         if word.startswith("-"):
             flag, _, value = word.partition("=")
-            value, name = value or next(iter(alone), "..."), flag.lstrip("-").replace("-", "_")
-            raise ConfigError(f"{word} is unknown; {_remedy(name, value, kind)}")
-    for word in alone:
-        before = [each for each in arguments[: list(arguments).index(word)] if is_override(each)]
-        raise ConfigError(f"{word!r} is not KEY=VALUE; {_remedy_of_word(word, before[-1:], kind)}")
+            name = flag.lstrip("-").replace("-", "_")
+            remedy = _remedy(name, value or next(iter(alone), "..."), kind)
+            raise ConfigError(f"{word} is unknown; {remedy}")
+    if alone:
+        word, before = alone[0], arguments[: list(arguments).index(alone[0])]
+        last = next(filter(is_override, reversed(before)), None)
+        raise ConfigError(f"{word!r} is not KEY=VALUE; {_remedy_of_word(word, last, kind)}")
     return Words(options, flags, checked_overrides(given, kind))
 
 
@@ -255,18 +257,20 @@ def _key_of(name: str, kind: type) -> str | None:
     return f"{found[0]}.{name}" if len(found) == 1 else None
 
 
-def _remedy_of_word(word: str, before: Sequence[str], kind: type) -> str:
-    """Return what to write in place of a word that is no override. `before`: the override before
-    it, of which the word may be a part."""
-    if word.endswith((".jsonl", ".json", ".parquet")):
-        return f"for a file of prompts give data={_READERS[Path(word).suffix]} data.path={word}"
+def _remedy_of_word(word: str, last: str | None, kind: type) -> str:
+    """Return what to write in place of a word that is no override.
+
+    `last`: the override before the word, whose value the word may belong to; None without one.
+    """
+    if (remedy := _remedy_of_file(word)) is not None:
+        return remedy
     key = word.replace("-", "_")
     if "." in key and key.partition(".")[0] in field_types(kind):
         return f"give it a value: {word}=VALUE"
     if ":" in word:
         return f"for a reward function give reward={word}"
-    for override in before:
-        first, _, value = override.partition("=")
+    if last is not None:
+        first, _, value = last.partition("=")
         quoted = _quoted(first, f"{value} {word}")
         return (
             f"if it belongs to the value before it, quote that: {quoted}; for an entry config give "
@@ -277,16 +281,23 @@ def _remedy_of_word(word: str, before: Sequence[str], kind: type) -> str:
     return f"for an entry config give --config-name {word}; see rollout train --help"
 
 
+def _remedy_of_file(word: str) -> str | None:
+    """Return how a file of prompts is given; None for a word that names no such file."""
+    reader = _READERS.get(Path(word).suffix)
+    return reader and f"for a file of prompts give data={reader} data.path={word}"
+
+
 def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: type) -> str:
-    part = dataclass_of(field_types(kind).get(group))
-    own = f"; for a function of yours give {group}=package.module:function"
-    own = own if part is not None and hasattr(part, "overrides_of") else ""
-    if group == "data" and (reader := _READERS.get(Path(choice).suffix)) is not None:
-        return f"for a file of prompts give data={reader} data.path={choice}"
+    """Return what to give in place of an option that `group` lacks."""
+    if group == "data" and (remedy := _remedy_of_file(choice)) is not None:
+        return remedy
     if group == "model" and ("/" in choice or Path(choice).is_dir()):
         return f"for a checkpoint give model.path={choice}"
     listed = f"options: {', '.join(options)}"
-    return remedy_of_unknown(choice.lower(), options, listed, cutoff=0.5, prefix=f"{group}=") + own
+    remedy = remedy_of_unknown(choice.lower(), options, listed, cutoff=0.5, prefix=f"{group}=")
+    if hasattr(dataclass_of(field_types(kind).get(group)), "overrides_of"):
+        remedy += f"; for a function of yours give {group}=package.module:function"
+    return remedy
 
 
 def _choices_of(override: Override) -> list[str]:

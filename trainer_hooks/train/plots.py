@@ -14,6 +14,7 @@ from rollout.errors import ConfigError
 from rollout.extras import extra_needed
 from rollout.keyword_hints import remedy_of_unknown
 from trainer_hooks.files import replace_file
+from trainer_hooks.metrics.figures import HELD_OUT_REWARD
 from trainer_hooks.train.report_charts import LABELS
 from trainer_hooks.train.run_results import RunResults, band_note, metric_names, prompts_note
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
@@ -29,7 +30,7 @@ _METADATA: dict[str, dict[str, None]] = {
 _SIZE_INCHES = (4.2, 2.8)
 _STYLES = ("-", "--", ":", "-.")
 _MAX_MARKERS = 40
-DEFAULT_METRICS = ("reward", "eval/greedy_reward")
+DEFAULT_METRICS = ("reward", HELD_OUT_REWARD)
 
 
 def write_figure(
@@ -85,12 +86,8 @@ def write_figure(
         if len(axes.lines) > 1 or band_note(runs):  # above the panel, where it hides no curve
             place: dict[str, Any] = {"loc": "outside upper left", "ncols": 2, "frameon": False}
             figure.legend(title=band_note(runs) or None, alignment="left", **place)
-        own: dict[str, Any] = {
-            "format": path.suffix[1:],
-            "dpi": 200,
-            "metadata": _METADATA[path.suffix],
-        }
-        replace_file(path, lambda staging: figure.savefig(staging, **own))
+        kind: dict[str, Any] = {"format": path.suffix[1:], "metadata": _METADATA[path.suffix]}
+        replace_file(path, lambda staging: figure.savefig(staging, dpi=200, **kind))
     return path
 
 

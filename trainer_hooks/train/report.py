@@ -218,9 +218,10 @@ def _results(runs: Sequence[RunResults]) -> str:
     columns = _columns(runs)
     if not any(seed.steps for run in runs for seed in run.seeds):
         return '<p class="note">No training step is in the metrics.</p>'
-    labels = dict.fromkeys(label for run in runs for seed in run.seeds for label in _numbers(seed))
+    found = [[_numbers(seed) for seed in column.seeds] for column in columns]
+    labels = dict.fromkeys(label for seeds in found for own in seeds for label in own)
     rows = {
-        label: [_summed_up([_numbers(seed).get(label) for seed in c.seeds]) for c in columns]
+        label: [_summed_up([own.get(label) for own in seeds]) for seeds in found]
         for label in labels
     }
     return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")

@@ -35,7 +35,7 @@ from trainer_hooks.train.svg_charts import (
 # Metrics, or patterns of metrics, of each chart by its title, in the order of the page. Charts
 # without values are left out.
 CURVES = {
-    "reward": ("reward", "eval/greedy_reward"),
+    "reward": ("reward", figures.HELD_OUT_REWARD),
     "reward within a group, deviation": ("reward_std",),
     "groups whose rewards are all equal, share": ("frac_reward_zero_std",),
     "rewards by term": ("rewards/*/mean",),
@@ -61,7 +61,7 @@ CURVES = {
 # Labels of metrics that share a chart; others have their names.
 LABELS = {
     "reward": "sampled",
-    "eval/greedy_reward": "held out, greedy",
+    figures.HELD_OUT_REWARD: "held out, greedy",
     "completions/mean_length": "mean",
     "completions/max_length": "longest",
     "policy_staleness/mean": "mean",
@@ -70,7 +70,7 @@ LABELS = {
     "train/tokens_per_s": "trained on",
 }
 _TIME_SHARE = "timing_share/"  # prefix of a share of the time account
-# Metrics of held-out prompts; those of a source are eval/<source>/<name>.
+# Beginnings of the names of metrics of held-out prompts, after eval/ or eval/<source>/.
 EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
 _MAX_LENGTH_BINS = 16
 
@@ -93,8 +93,8 @@ def evaluation_charts(runs: Sequence[RunResults]) -> list[str]:
 def share_charts(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths]]) -> list[str]:
     """Return the charts of shares: of times, staleness and lengths.
 
-    Those of a single seed's times and staleness are over its steps. `lengths`: of the samples of
-    each seed of each run.
+    The times and the staleness of a single seed are drawn over its steps. `lengths`: lengths of the
+    samples of each seed of each run.
     """
     is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     times = _charts_over_steps(runs[0].seeds[0]) if is_alone else [_time_chart(runs)]
@@ -122,7 +122,7 @@ def _evaluations(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
         source, _, metric = name.removeprefix("eval/").rpartition("/")
         if name.startswith("eval/") and metric.startswith(EVALUATED):
             panels[f"held out: {metric}"][(source or "all") + prompts_note(runs, name)] = name
-    if list(panels.get("held out: greedy_reward", {}).values()) == ["eval/greedy_reward"]:
+    if list(panels.get("held out: greedy_reward", {}).values()) == [figures.HELD_OUT_REWARD]:
         del panels["held out: greedy_reward"]  # it is in the chart of the reward
     return panels
 
@@ -168,8 +168,9 @@ def _curves(runs: Sequence[RunResults], panels: Mapping[str, Mapping[str, str]])
 def _line_figure(
     title: str, lines: Mapping[str, Sequence[Point]], runs: Sequence[RunResults]
 ) -> str:
-    mean, end, band = band_note(runs).partition("; ")
-    note = mean + end + band if len(lines) <= MAX_BANDS else mean
+    note = band_note(runs)
+    if len(lines) > MAX_BANDS:  # no band is drawn
+        note = note.partition("; ")[0]
     return _figure(title, line_chart(lines), lines, note)
 
 

@@ -61,7 +61,7 @@ def sample_lengths(directory: Path) -> Lengths:
 
 
 def shown_samples(directory: Path, steps: Iterable[int]) -> list[Sample]:
-    """Return the samples of those of `steps` that the page shows. All may take gigabytes."""
+    """Return the samples of the steps that the page shows. The whole file may have gigabytes."""
     shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
     return [s for s in _iterate_samples(directory / FILE_NAME) if s[TRAINER_STEP] in shown]
 

@@ -39,7 +39,7 @@ from trainer_hooks.metrics.logger import MetricsView
 from trainer_hooks.metrics.wandb_run import where_to_look
 from trainer_hooks.train.config_loading import as_plain
 from trainer_hooks.train.hydra_job import given_overrides, wandb_names
-from trainer_hooks.train.run_results import STARTS_NAME
+from trainer_hooks.train.run_results import METRICS_NAME, STARTS_NAME
 from trainer_hooks.weight_sync.trainer_ranks import torchrun_place
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def open_logger(
     with closing(JsonlWriter(directory / STARTS_NAME, resume_step)) as starts:
         starts.log({TRAINER_STEP: resume_step or 0, **ran})
     return MetricsLogger(
-        jsonl=directory / "metrics.jsonl", wandb=wandb_run, console=view, resume_step=resume_step
+        jsonl=directory / METRICS_NAME, wandb=wandb_run, console=view, resume_step=resume_step
     )
 
 

@@ -322,7 +322,7 @@ def _completion(sample: Sample) -> Text:
 
 
 def cut_start(text: str, length: int) -> str:
-    """Return the last `length` characters of `text`, the first of them dots if it is longer."""
+    """Return `text`, or three dots and its end, `length` characters in all, if it is longer."""
     return text if len(text) <= length else "..." + text[3 - length :]
 
 

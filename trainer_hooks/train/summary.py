@@ -1,4 +1,4 @@
-"""What a run says at its start and its end: an outline, and a summary with its tables.
+"""The texts that a run prints at its start and its end: an outline, and a summary with its tables.
 
 Used by `trainer_hooks.train.main`. The summary is computed from metrics.jsonl alone. Only reads
 files.
@@ -73,15 +73,16 @@ def outline(
 
 
 def print_outline(lines: Mapping[str, str], console: Console) -> None:
-    """Print the lines of `outline`, in two columns. A file gets each in one line."""
+    """Print the lines of `outline`, in two columns. Only a terminal gets long lines folded."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in lines.items():
-        label = Text(f"{name:<9}", style="bold")
-        table.add_row(label, Text(text))
-        if not console.is_terminal:
-            console.print(label, Text(text), sep="  ", soft_wrap=True)
+        row = Text(f"{name:<9}", style="bold"), Text(text)
+        if console.is_terminal:
+            table.add_row(*row)
+        else:
+            console.print(*row, sep="  ", soft_wrap=True)
     if console.is_terminal:
         console.print(table)
 
@@ -115,7 +116,7 @@ def interrupted_text(directory: Path) -> str:
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     """Return the figures of a finished run by name, from all its metric rows.
 
-    Figures that more than one place shows are those of `trainer_hooks.metrics.figures`: rewards and
+    `trainer_hooks.metrics.figures` defines the figures that other places show, too: rewards and
     gains (`sampled_reward`, `held_out_reward`), `tokens_per_s` over all steps, `step_s`
     (`step_seconds`) and `training_s`, the wall time of all steps. A mean reward is NaN if no
     held-out prompt has one. The last reward and the gain are None after a single measurement.

@@ -33,19 +33,19 @@ class Threads:
 def threads_of(settings: JobSettings) -> Threads:
     """Return the threads of a job; `trainer.num_threads` and `engine.num_threads` stay as given.
 
-    Where engines and trainer take turns, each gets all CPUs of this process. Where they run at once
-    on the CPUs of this machine, each process gets an equal part, at least one.
+    If engines are suspended while the trainer trains, or compute on a GPU, trainer and engine get
+    all CPUs of this process each. If they run at once on the CPUs of this machine, each process
+    gets an equal part, at least one.
     """
     trainer, engine = settings.trainer.num_threads, settings.engine.num_threads
-    # torchrun's ranks share the machine, which torchrun tells each by OMP_NUM_THREADS.
+    # torchrun divides the machine among its ranks by OMP_NUM_THREADS.
     if settings.trainer.strategy == "fsdp2" or settings.launcher.path != LOCAL_LAUNCHER:
         return Threads(trainer=trainer, engine=engine)
     num_cpus = min(num_usable_cpus(), torch.get_num_threads())
     if settings.weight_sync.mode == "suspend" or device_of(settings.engine) != "cpu":
-        of_own_engine = engine or num_cpus
-        return Threads(
-            trainer=trainer or num_cpus, engine=engine if settings.num_engines else of_own_engine
-        )
+        if engine is None and not settings.num_engines:
+            engine = num_cpus
+        return Threads(trainer=trainer or num_cpus, engine=engine)
     num_ranks = max(1, settings.num_engines) * settings.engine.tensor_parallel_size
     if trainer is None:
         equal_part = num_cpus // (num_ranks + 1)
@@ -62,7 +62,7 @@ def use_threads(num_threads: int | None) -> None:
 
 @contextmanager
 def restored_threads() -> Iterator[None]:
-    """Give torch back its number of threads in this thread of Python after the block.
+    """Restore torch's number of threads in this thread of Python after the block.
 
     `threads_of` counts from it: without this, each seed of a job would get a part of the threads of
     the seed before.

@@ -18,7 +18,7 @@ from rollout.models.plain_tensors import is_sharded
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Numbers of a parameter that are updated at once: on a CPU their float32 moments stay in its cache.
-_CHUNK = {"cpu": 1 << 17}
+_CPU_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 24
 
 
@@ -120,7 +120,7 @@ def _update(
 
 def _random_bits(step: int, device: torch.device) -> Tensor:
     """Return 16 random bits for each number of a chunk of both moments, int32 [2, C]."""
-    shape = 2, _CHUNK.get(device.type, _DEVICE_CHUNK)
+    shape = 2, _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     generator = torch.Generator(device).manual_seed(step)
     return torch.randint(1 << 16, shape, generator=generator, device=device, dtype=torch.int32)
 

@@ -27,9 +27,9 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both have gradients for `backward()`, which may add gradients of embeddings and head in place,
-    and are 0 elsewhere. `mask_BT` must be False in column 0, which nothing
-    predicts. Tokens from a row's last trained token on are not computed, nor is padding.
+    Both are 0 elsewhere. Their gradients are for `backward()`, which may add the gradients of
+    embeddings and head in place. `mask_BT` must be False in column 0, which nothing predicts.
+    Tokens from a row's last trained token on are not computed, nor is padding.
     """
     device = tokens_BT.device
     tree = TokenTree.of(rows_before_last(tokens_BT, mask_BT))

@@ -88,12 +88,16 @@ def test_doctor_command_exits_with_0_for_a_sound_batch(tmp_path: Path, capsys: A
     given["model"].save_pretrained(tmp_path / "new")
     given["older_models"][0].save_pretrained(tmp_path / "old")
     paths = ["--model", str(tmp_path / "new"), "--older", f"0={tmp_path / 'old'}"]
-    (tmp_path / "out.json").write_text("earlier")
-    status = main([str(tmp_path / "batch.pt"), *paths, "--json", str(tmp_path / "out.json")])
+    output = tmp_path / "[" / "odd].json"
+    output.parent.mkdir()
+    output.write_text("earlier")
+    status = main([str(tmp_path / "batch.pt"), *paths, "--json", str(output)])
     assert status == 0
-    assert "sound" in capsys.readouterr().out
-    assert (tmp_path / "out.json.previous").read_text() == "earlier"
-    written = json.loads((tmp_path / "out.json").read_text())
+    printed = capsys.readouterr()
+    assert "sound" in printed.out
+    assert f"moved the earlier {output} to {output}.previous\n" in printed.err
+    assert Path(f"{output}.previous").read_text() == "earlier"
+    written = json.loads(output.read_text())
     assert written["verdict"] == "sound"
     assert written["attributions"]["policy_lag"] + written["attributions"]["kv_lag"] > 0.99
     assert len(written["token_table"]) == written["num_tokens"]

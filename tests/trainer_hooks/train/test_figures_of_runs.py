@@ -76,7 +76,7 @@ def shown_by_the_dashboard(rows: list[dict[str, Any]]) -> str:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mode", ["sync", "colocated", "async"])
-def test_figures_of_a_run_are_those_of_its_rollouts_and_clock_in_all_five_places(
+def test_figures_of_a_run_in_all_five_places_equal_its_rollouts_and_clock(
     mode: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

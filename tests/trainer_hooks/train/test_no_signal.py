@@ -40,7 +40,6 @@ def made(
     rewards: list[list[float]],
     finish_reason: str = "stop",
     columns: dict[str, Any] | None = None,
-    failure: str | None = None,
 ) -> tuple[TrainingBatch, dict[str, Any]]:
     """Return a batch of groups with these rewards, and the metrics of its rollouts. Each rollout
     answers "It is" and "12.".
@@ -50,7 +49,6 @@ def made(
         Rollout(
             [finished_request([1], [2, 4], versions=[0, 0], logprobs=[-1.0, -1.0])],
             is_truncated=finish_reason == "length",
-            failure=failure,
         )
         for _ in range(len(rewards) * size)
     ]
@@ -166,14 +164,6 @@ def test_all_cut_says_that_masked_completions_are_not_trained_on() -> None:
     found = warnings([[0.0, 1.0]], changes=masked, finish_reason="length")
     assert list(found) == ["all_cut"]
     assert "length limit, so none is trained on." in found["all_cut"]
-
-
-def test_all_failed_shows_the_first_error() -> None:
-    found = warnings([[math.nan, math.nan]], failure="step_timeout")
-    assert found == {
-        "all_failed": "step 3: all 2 rollouts failed, the first with: step_timeout. Look into "
-        "train.log."
-    }
 
 
 def test_nothing_trained_says_what_became_of_the_tokens() -> None:

@@ -1,4 +1,4 @@
-"""The threads of a job's trainer and engines: all CPUs in turn, or an equal part at once."""
+"""The threads of a job's trainer and engines: all CPUs in sequence, or equal parts at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocated"])
-def test_threads_of_an_engine_and_a_trainer_that_take_turns_are_all_cpus_each(mode: str) -> None:
+def test_threads_of_a_trainer_and_its_suspended_engine_are_all_cpus_each(mode: str) -> None:
     assert threads_of(settings(mode)) == Threads(trainer=8, engine=8)
     assert threads_of(settings(mode, trainer=2, engine=3)) == Threads(trainer=2, engine=3)
 

@@ -1,4 +1,4 @@
-"""BFloat16AdamW: steps near those of AdamW, with half the state, and repeated by a resume."""
+"""BFloat16AdamW: steps near the steps of AdamW, with half the state, and repeated by a resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATE, BETAS = 0.01, (0.9, 0.999)
 
 
 class Saved(torch.nn.Module):
-    """Two weights of which one is not contiguous, with `save_pretrained`."""
+    """A module with a contiguous weight, another one, and `save_pretrained`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def values_of(policy: Saved) -> torch.Tensor:
 def test_bfloat16_adamw_stays_within_two_percent_of_adamw_over_100_steps(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(module, "_CPU_CHUNK", chunk)
     ours, theirs = Saved(), Saved()
     train(ours, BFloat16AdamW(ours.parameters(), lr=RATE, betas=BETAS), range(100))
     exact = torch.optim.AdamW(theirs.parameters(), lr=RATE, betas=BETAS, weight_decay=0.0)

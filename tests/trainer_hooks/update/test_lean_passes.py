@@ -1,4 +1,4 @@
-"""gradient_checkpointing, autocast, embeddings_in_place: gradients are those of plain passes."""
+"""gradient_checkpointing, autocast, embeddings_in_place: gradients equal those of plain passes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def counted_calls(policy: Any) -> Iterator[list[str]]:
 
 
 def assert_checkpointing_changes_no_gradient(policy: Any, **settings: Any) -> None:
-    """And each layer is computed twice."""
+    """Also assert that each layer is computed twice."""
     gradients(policy, **settings)  # checks the model by passes of its own
     with counted_calls(policy) as calls:
         plain = gradients(policy, **settings)
