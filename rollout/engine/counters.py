@@ -1,8 +1,8 @@
 """EngineCounters: totals of an engine since its start, as EngineStats and as metrics.
 
-Step pipelines count steps, OutputProcessor counts tokens and ended requests, Engine counts suspends,
-resumes and weight updates. `rollout.engine.build` creates it; `rollout.serve.metrics` reads the
-constants. Everything is kept in memory.
+Step pipelines count steps, OutputProcessor counts tokens and ended requests, Engine counts
+suspends, resumes and weight updates. `rollout.engine.build` creates it; `rollout.serve.metrics`
+reads the constants. Everything is kept in memory.
 """
 
 from __future__ import annotations
