@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -95,6 +96,8 @@ def test_help_of_every_command_lists_its_settings_with_defaults(
         names = {field.name for field in dataclasses.fields(kind)}
         assert names - objects - options - renamed <= known, kind
     assert all(len(line) <= 100 for line in shown.splitlines())
+    entries = re.findall(r"^  [\w.]+=\S+ {2,}", shown, re.MULTILINE)
+    assert {len(entry) for entry in entries} == {36}, "their texts begin in one column"
 
 
 def test_settings_of_commands_have_the_defaults_of_the_calls_that_take_them() -> None:
