@@ -128,7 +128,8 @@ def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
         block_size_tokens=16,
         max_sequence_length=512,
     )
-    lines = opening("http://127.0.0.1:80", "tiny", ServeConfig(api_key="k"), stats).splitlines()
+    url, config = "http://127.0.0.1:80", ServeConfig(api_key="k")
+    lines = opening(url, config, stats, {"path": "generate", "body": '{"a": 1}'}).splitlines()
     assert lines[0] == (
         "memory 2.00 GiB of weights, 6.00 GiB of KV cache (1,600 tokens; 512 at most in a sequence)"
     )
@@ -136,9 +137,10 @@ def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
         "API    http://127.0.0.1:80/v1",
         "watch  http://127.0.0.1:80/ (asks for the key)",
     ]
-    assert lines[3].startswith('try    curl http://127.0.0.1:80/v1/completions -H "Authorization')
-    assert '"model": "tiny"' in lines[3]
+    assert lines[3].startswith('try    curl http://127.0.0.1:80/generate -H "Authorization')
+    assert lines[3].endswith("""-d '{"a": 1}'""")
     assert lines[4] == "Ctrl-C to stop"
+    assert opening(url, config, stats, None).splitlines() == [*lines[:3], lines[4]]
 
 
 def test_name_of_directory_is_a_name_for_the_working_directory_too(
