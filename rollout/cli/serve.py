@@ -96,15 +96,15 @@ async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: boo
         # Imports torch, which takes seconds, so not before the words are checked.
         from rollout.serve.page.routes import example_request
 
-        address, state = llm.serving.address, llm.serving.state
-        assert address is not None and state is not None, "it listens"
-        host, port = address
+        assert llm.serving.address is not None, "it listens"
+        assert llm.serving.state is not None, "it listens"
+        host, port = llm.serving.address
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if is_json:
             print(json.dumps({"url": url}), flush=True)
         else:
-            text = opening(url, config, await llm.stats(), example_request(state))
-            print(text, flush=True)
+            example = example_request(llm.serving.state)
+            print(opening(url, config, await llm.stats(), example), flush=True)
         await llm.serving.run()
 
 
