@@ -40,11 +40,17 @@ class StartedError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(**_: object) -> None:
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Raise StartedError in place of AsyncLLM. Returns a dict that gets its last arguments."""
+    given: dict[str, object] = {}
+
+    def started(**settings: object) -> None:
+        given.clear()
+        given.update(settings)
         raise StartedError
 
     monkeypatch.setattr(apis, "AsyncLLM", started)
+    return given
 
 
 def test_help_lists_every_field_of_the_server_with_its_default(
@@ -154,32 +160,16 @@ def test_name_of_directory_is_a_name_for_the_working_directory_too(
     assert name_of_directory("..") == tmp_path.name
 
 
-def test_max_model_len_is_the_engines_longest_sequence_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, object] = {}
-
-    def started(**settings: object) -> None:
-        given.update(settings)
-        raise StartedError
-
-    monkeypatch.setattr(apis, "AsyncLLM", started)
+def test_max_model_len_is_the_engines_longest_sequence_too(given: dict[str, object]) -> None:
     for words, length in ((("max_model_len=64",), 64), (("max_sequence_length=32",), 32)):
         with pytest.raises(StartedError):
             main(["serve", directory(), "port=0", *words])
         assert given["max_sequence_length"] == length
 
 
-def test_serve_keeps_cached_prefixes_after_their_last_user_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+def test_serve_keeps_cached_prefixes_after_their_last_user_by_default(
+    given: dict[str, object],
 ) -> None:
-    given: dict[str, object] = {}
-
-    def started(**settings: object) -> None:
-        given.update(settings)
-        raise StartedError
-
-    monkeypatch.setattr(apis, "AsyncLLM", started)
     name = "prefix_caching_eviction_policy"
     for words, policy in (((), "lru"), ((f"{name}=ref_zero",), "ref_zero")):
         with pytest.raises(StartedError):
