@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class VllmEngine(Engine):
-    """An Engine over vLLM. `core`: vLLM's EngineCore, which it owns. `arguments`: of vLLM."""
+    """An Engine over vLLM. `core`: vLLM's EngineCore, which it owns. `model_settings`: what all
+    engines of a fleet must share."""
 
     core: EngineCore
-    config: InferenceConfig
     model_settings: dict[str, str]
 
     @property
@@ -69,16 +69,16 @@ def make_engine(
     seed = given_or_drawn(config.seed, "an engine")
     config = config.replace(seed=seed)
     arguments = {**engine_arguments(config), "seed": seed % 2**31}
-    return _made_of(directory, arguments, config, tokenizer, weights_version)
+    core = _new_core(directory, arguments, config)
+    try:
+        return _engine_over(core, directory, config, tokenizer, weights_version)
+    except BaseException:
+        core.shutdown()
+        raise
 
 
-def _made_of(
-    directory: Path,
-    arguments: dict[str, Any],
-    config: InferenceConfig,
-    tokenizer: Tokenizer | None,
-    weights_version: int,
-) -> VllmEngine:
+def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfig) -> EngineCore:
+    """Start vLLM. Raises ConfigError for arguments that it refuses or would not follow."""
     # The scheduler must lie in this process.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if config.num_threads is not None:  # otherwise vLLM binds a thread to each core that it finds
@@ -89,11 +89,7 @@ def _made_of(
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from rollout_vllm.executor import VllmExecutor
-    from rollout_vllm.pipeline import VllmPipeline
-    from rollout_vllm.scheduler import VllmScheduler
     from rollout_vllm.stamps import AsyncStampingScheduler, StampingScheduler
-    from rollout_vllm.suspension import VllmSuspension
 
     kind = AsyncStampingScheduler if arguments["async_scheduling"] else StampingScheduler
     try:
@@ -104,9 +100,25 @@ def _made_of(
         ).create_engine_config()
         _check_device(config.device)
         _check_async(arguments, vllm_config)
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
+
+
+def _engine_over(
+    core: EngineCore,
+    directory: Path,
+    config: InferenceConfig,
+    tokenizer: Tokenizer | None,
+    weights_version: int,
+) -> VllmEngine:
+    """Return an engine whose parts use `core`."""
+    from rollout_vllm.executor import VllmExecutor
+    from rollout_vllm.pipeline import VllmPipeline
+    from rollout_vllm.scheduler import VllmScheduler
+    from rollout_vllm.suspension import VllmSuspension
+
+    vllm_config = core.vllm_config
     scheduler = VllmScheduler(
         core,
         reuse_across_versions=config.prefix_reuse_across_versions,
@@ -135,13 +147,13 @@ def _made_of(
             executor,
             outputs,
             config.kv_cache_management_mode,
-            has_sleep=bool(arguments.get("enable_sleep_mode")),
+            has_sleep=vllm_config.model_config.enable_sleep_mode,
         ),
         counters=counters,
         guard=guard,
         max_kv_staleness_versions=config.max_kv_staleness_versions,
     )
-    engine.core, engine.config = core, config
+    engine.core = core
     engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
     return engine
 

@@ -115,8 +115,8 @@ class VllmExecutor:
             )
         if isinstance(named_tensors, LoraAdapter):
             raise WeightUpdateError(
-                "engine='vllm' takes whole weights only; merge the adapter into them before the "
-                "push: WeightSync(..., merge=True)"
+                "engine='vllm' takes whole weights only; push merged_tensors(model) of "
+                "trainer_hooks.weight_sync in place of the adapter"
             )
         given = by_name(named_tensors)
         self._check_names(given)

@@ -1,7 +1,7 @@
 """Translates settings: an InferenceConfig into vLLM's engine arguments, SamplingParams into vLLM's.
 
-Used by `rollout_vllm.engine` and `rollout_vllm.scheduler`. A setting that vLLM cannot follow is
-refused by name. Imports no vLLM.
+Used by `rollout_vllm.engine`, `rollout_vllm.scheduler` and `rollout_vllm.suspension`. A setting
+that vLLM cannot follow is refused by name. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rollout.config import InferenceConfig
+from rollout.config import InferenceConfig, KVCacheManagementMode
 from rollout.errors import ConfigError, InvalidRequestError
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.stopping import StopRule
@@ -107,6 +107,16 @@ def _check_fields(config: InferenceConfig) -> None:
             shown = getattr(value, "value", value)
             remedy = REMEDIES.get(field.name, "leave it out, or use engine='rollout'")
             raise ConfigError(f"{field.name}={shown!r} does not work with engine='vllm': {remedy}")
+    check_mode(config.kv_cache_management_mode, "kv_cache_management_mode")
+
+
+def check_mode(mode: KVCacheManagementMode, argument: str) -> None:
+    """Raise ConfigError, naming the argument, for a KV mode that vLLM does not have."""
+    if mode is KVCacheManagementMode.OFFLOAD:
+        raise ConfigError(
+            f"{argument}={mode.value!r} does not work with engine='vllm', which keeps no KV of "
+            "requests on the host; use 'persist' or 'recompute'"
+        )
 
 
 def _default(name: str) -> Any:
@@ -130,8 +140,8 @@ def _other(mode: str) -> str:
 
 
 def _has_mode(params: SamplingParams, logprobs_mode: str) -> bool:
-    """Return whether vLLM's mode gives the log-probs that the request asks for. Greedy requests
-    have those of the logits, in every mode here."""
+    """Return whether vLLM's mode gives the log-probs that the request asks for. A greedy request
+    gets the raw log-probs here, in every mode."""
     is_scaled = params.temperature not in (0.0, 1.0)
     is_changed = bool(
         (params.top_k or params.top_p not in (0.0, 1.0) or params.min_p)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,17 +53,18 @@ class _Sampled:
     def result(self) -> SampleResult:
         """Return the tokens as arrays. Rows with fewer likely tokens are filled up with zeros."""
         num, width = len(self.token_ids), max((len(ids) for ids, _ in self.top), default=0)
-        top_ids, top_logprobs = np.zeros((num, width), np.int64), np.zeros((num, width), np.float32)
-        for row, (ids, logprobs) in enumerate(self.top):
-            top_ids[row, : len(ids)], top_logprobs[row, : len(ids)] = ids, logprobs
-        return SampleResult(
+        result = SampleResult(
             token_ids_S=np.array(self.token_ids, np.int64),
             is_finite_S=np.ones(num, np.bool_),
             logprobs_S=np.array(self.logprobs, np.float32),
             ranks_S=np.array(self.ranks, np.int32),
-            top_ids_SN=top_ids,
-            top_logprobs_SN=top_logprobs,
         )
+        if not width:
+            return result
+        top_ids, top_logprobs = np.zeros((num, width), np.int64), np.zeros((num, width), np.float32)
+        for row, (ids, logprobs) in enumerate(self.top):
+            top_ids[row, : len(ids)], top_logprobs[row, : len(ids)] = ids, logprobs
+        return replace(result, top_ids_SN=top_ids, top_logprobs_SN=top_logprobs)
 
 
 class VllmPipeline:
@@ -126,8 +127,7 @@ class VllmPipeline:
         scheduler, requests = self._scheduler, self._scheduler.requests
         preempted = scheduler.take_preempted()
         self._outputs.requeue(preempted, is_preempted=True)
-        scheduled = [(int(i), low, high) for i, low, high in scheduler.vllm.scheduled]
-        scheduler.vllm.scheduled = []
+        scheduled = [(int(i), low, high) for i, low, high in scheduler.vllm.take_scheduled()]
         ran = [(i, low, high) for i, low, high in scheduled if i in requests]
         self._outputs.set_running([i for i, _, _ in ran])
         prefilled = [self._prefilled(i, high) for i, low, high in ran if self._is_prompt(i, low)]
@@ -157,7 +157,17 @@ class VllmPipeline:
         )
         result = StepOutput(samples=sampled.result(), scores=_joined(scores))
         self._outputs.process_outputs(update, result)
-        self._count(scheduled, len(preempted), len(sampled.token_ids), start)
+        self.last_result_at = time.perf_counter()
+        self._counters.steps.num_evictions += len(preempted)
+        num_decoded = sum(1 for _, low, high in scheduled if high - low == 1)
+        self._counters.add_step(
+            sum(high - low for _, low, high in scheduled) - num_decoded,
+            num_decoded,
+            len(sampled.token_ids),
+            self.last_result_at - start,
+            version,
+            scheduler.counts,
+        )
 
     def _is_prompt(self, request_id: int, first: int) -> bool:
         return first < self._scheduler.requests[request_id].num_entered
@@ -195,26 +205,6 @@ class VllmPipeline:
             error=RolloutError(f"vLLM ended request {request_id} by {output.finish_reason!s}"),
             kv_spans=self._scheduler.finish_request(request_id),
         )
-
-    def _count(
-        self,
-        scheduled: list[tuple[int, int, int]],
-        num_preempted: int,
-        num_sampled: int,
-        start: float,
-    ) -> None:
-        totals, self.last_result_at = self._counters.steps, time.perf_counter()
-        seconds = self.last_result_at - start
-        num_tokens = sum(high - low for _, low, high in scheduled)
-        num_decoded = sum(1 for _, low, high in scheduled if high - low == 1)
-        totals.num_steps += 1
-        totals.num_evictions += num_preempted
-        totals.num_sampled_tokens += num_sampled
-        totals.num_decode_tokens += num_decoded
-        totals.num_prefill_tokens += num_tokens - num_decoded
-        totals.step_seconds += seconds
-        if num_tokens:
-            self._counters.step_times.add(num_tokens, seconds)
 
     def measure_step(self, weights_version: int) -> None:
         start = time.perf_counter()

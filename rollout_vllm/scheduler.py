@@ -117,7 +117,7 @@ class VllmScheduler:
         spans = self.kv_spans(request_id)
         del self.requests[request_id]
         self._core.abort_requests([str(request_id)])
-        self.vllm.drop([str(request_id)])
+        self.vllm.drop(str(request_id))
         return spans
 
     def request_ids(self) -> Collection[int]:

@@ -6,7 +6,7 @@ vLLM makes it, by the option `scheduler_cls`. `rollout_vllm.scheduler` reads and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,10 +34,8 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
     stamp is the oldest version among them.
 
     version: the version that the next steps write. isolates: no prefix is found whose tokens have
-    attended to KV of an older version. spans: the versions of each running request's
-    KV, by vLLM's request id. num_cached: tokens of a request that were found in the cache.
-    preempted: requests that lost their KV since the last `take_preempted`. scheduled: (id, first
-    position, end) of each request in the last step that was scheduled.
+    attended to KV of an older version. spans: the versions of each running request's KV, by vLLM's
+    request id. num_cached: tokens of a request that were found in the cache.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +51,7 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         self.version, self.isolates = 0, True
         self.spans: dict[str, VersionSpans] = {}
         self.num_cached: dict[str, int] = {}
-        self.scheduled: list[tuple[str, int, int]] = []
+        self._scheduled: list[tuple[str, int, int]] = []
         self._preempted: list[str] = []
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -61,12 +59,17 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         output = super().schedule(*args, **kwargs)
         for copy in output.kv_cache_block_copies or ():
             self._stamps[copy.dst_block_id] = self._stamps[copy.src_block_id]
-        self.scheduled = []
         for request_id, count in output.num_scheduled_tokens.items():
             end = self.requests[request_id].num_computed_tokens
             self._stamp(request_id, end - count, end)
-            self.scheduled.append((request_id, end - count, end))
+            self._scheduled.append((request_id, end - count, end))
         return output
+
+    def take_scheduled(self) -> list[tuple[str, int, int]]:
+        """Return (id, first position, end) of each request in the steps that were scheduled since
+        the last call."""
+        scheduled, self._scheduled = self._scheduled, []
+        return scheduled
 
     def _stamp(self, request_id: str, start: int, end: int) -> None:
         tables = self.kv_cache_manager.get_block_ids(request_id)
@@ -152,11 +155,10 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         old = np.flatnonzero(self._stamps.min(1) < version)
         self.kv_cache_manager.evict_blocks({*old.tolist()} - {_NULL_BLOCK})
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget the versions of requests that have ended."""
-        for request_id in request_ids:
-            self.spans.pop(request_id, None)
-            self.num_cached.pop(request_id, None)
+    def drop(self, request_id: str) -> None:
+        """Forget the versions of a request that has ended."""
+        self.spans.pop(request_id, None)
+        self.num_cached.pop(request_id, None)
 
 
 class AsyncStampingScheduler(StampingScheduler, AsyncScheduler):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.suspension import KV_CACHE, RESOURCES, WEIGHTS, check_only, check_resources
 from rollout.errors import ConfigError
 from rollout_vllm.executor import VllmExecutor
+from rollout_vllm.options import check_mode
 from rollout_vllm.scheduler import VllmScheduler
 
 _Mode = KVCacheManagementMode
@@ -82,11 +83,7 @@ class VllmSuspension:
         )
 
     def _check(self, mode: KVCacheManagementMode, release: Sequence[str]) -> None:
-        if mode is _Mode.OFFLOAD:
-            raise ConfigError(
-                "mode='offload' does not work with engine='vllm', which keeps no KV of requests on "
-                "the host; use 'persist' or 'recompute'"
-            )
+        check_mode(mode, "mode")
         if WEIGHTS not in release:
             return
         if not self._has_sleep:

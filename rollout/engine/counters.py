@@ -1,6 +1,6 @@
 """EngineCounters: totals of an engine since its start, as EngineStats and as metrics.
 
-StepPipeline counts steps, OutputProcessor counts tokens and ended requests, Engine counts suspends,
+Step pipelines count steps, OutputProcessor counts tokens and ended requests, Engine counts suspends,
 resumes and weight updates. `rollout.engine.build` creates it; `rollout.serve.metrics` reads the
 constants. Everything is kept in memory.
 """
@@ -8,7 +8,7 @@ constants. Everything is kept in memory.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -22,7 +22,6 @@ from rollout.control.reports import (
 )
 from rollout.control.state import EngineState
 from rollout.requests.record import DynamicInferenceRequestRecord
-from rollout.step.plan import StepPlan
 from rollout.telemetry import MetricsWriter, ObserverGuard, RankUse, SchedulerCounts, StepStats
 from rollout.version_spans import VersionSpans
 
@@ -150,28 +149,46 @@ class EngineCounters:
 
     `writer` receives the numbers of every report, and the metrics of every `interval`-th step; none
     of steps if `interval` is 0. An exception of the writer is logged, and the engine goes on.
-    StepPipeline changes `steps` and `step_times`, OutputProcessor changes `requests`.
+    Step pipelines change `steps` and `step_times`, OutputProcessor changes `requests`.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
         self.steps, self.requests = StepTotals(), RequestTotals()
         self.step_times = StepTimes()
-        self.interval = interval
+        self._interval = interval
         self._writer, self._guard = writer, ObserverGuard("the metrics_writer")
         self._others = _OtherTotals()
 
-    def write_step(self, plan: StepPlan, seconds: float, counts: SchedulerCounts) -> None:
-        """Write the metrics of the step that was counted last."""
-        stats = StepStats(
-            step=self.steps.num_steps,
-            seconds=seconds,
-            num_prefill_tokens=len(plan.prefill_token_ids),
-            num_decode_tokens=plan.num_decode_rows,
-            num_sampled_tokens=len(plan.sample_rows),
-            weights_version=plan.weights_version,
-            **asdict(counts),
-        )
-        self._write(stats.as_metrics())
+    def add_step(
+        self,
+        num_prefill_tokens: int,
+        num_decode_tokens: int,
+        num_sampled_tokens: int,
+        seconds: float,
+        weights_version: int,
+        counts: Callable[[], SchedulerCounts],
+    ) -> None:
+        """Count a step, and write its metrics if it is an `interval`-th one. `counts`: returns the
+        scheduler's counts after the step."""
+        totals = self.steps
+        totals.num_steps += 1
+        totals.num_prefill_tokens += num_prefill_tokens
+        totals.num_decode_tokens += num_decode_tokens
+        totals.num_sampled_tokens += num_sampled_tokens
+        totals.step_seconds += seconds
+        if num_tokens := num_prefill_tokens + num_decode_tokens:
+            self.step_times.add(num_tokens, seconds)
+        if self._interval and totals.num_steps % self._interval == 0:
+            stats = StepStats(
+                step=totals.num_steps,
+                seconds=seconds,
+                num_prefill_tokens=num_prefill_tokens,
+                num_decode_tokens=num_decode_tokens,
+                num_sampled_tokens=num_sampled_tokens,
+                weights_version=weights_version,
+                **asdict(counts()),
+            )
+            self._write(stats.as_metrics())
 
     def add_ended(self, record: DynamicInferenceRequestRecord) -> None:
         """Count an ended request, whose record is returned to the caller."""

@@ -214,18 +214,14 @@ class StepPipeline:
         for finished in update.finished:
             self._faults.remove(finished.request_id)
         self.last_result_at = time.perf_counter()
-        self._count_step(plan, self.last_result_at - start)
-
-    def _count_step(self, plan: StepPlan, seconds: float) -> None:
-        totals, interval = self._counters.steps, self._counters.interval
-        totals.num_steps += 1
-        totals.num_prefill_tokens += len(plan.prefill_token_ids)
-        totals.num_decode_tokens += plan.num_decode_rows
-        totals.num_sampled_tokens += len(plan.sample_rows)
-        totals.step_seconds += seconds
-        self._counters.step_times.add(len(plan.prefill_token_ids) + plan.num_decode_rows, seconds)
-        if interval and totals.num_steps % interval == 0:
-            self._counters.write_step(plan, seconds, self._scheduler.counts())
+        self._counters.add_step(
+            len(plan.prefill_token_ids),
+            plan.num_decode_rows,
+            len(plan.sample_rows),
+            self.last_result_at - start,
+            plan.weights_version,
+            self._scheduler.counts,
+        )
 
     # ---- a forward pass that failed
 

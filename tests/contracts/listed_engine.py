@@ -365,10 +365,8 @@ class ListPipeline:
         self._outputs.process_outputs(update, StepOutput(samples=samples))
         self.last_result_at = time.perf_counter()
         seconds = self.last_result_at - self._launched_at
-        self._counters.steps.num_steps += 1
-        self._counters.steps.num_sampled_tokens += len(tokens)
-        self._counters.steps.step_seconds += seconds
-        self._counters.step_times.add(max(1, len(tokens)), seconds)
+        num, counts = len(tokens), self._scheduler.counts
+        self._counters.add_step(0, num, num, seconds, self._version, counts)
 
     def measure_step(self, weights_version: int) -> None:
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from rollout_vllm.options import (
 
 # A value off its default for each field that another engine than this project's may have to refuse.
 OFF_DEFAULT: dict[str, Any] = {
+    "kv_cache_management_mode": "offload",
     "deterministic": True,
     "static_kv_memory_pointers": True,
     "memory_kind": "reserved",

@@ -1,10 +1,12 @@
-"""VllmExecutor keeps the promises of Executor that no engine on a CPU can show."""
+"""Parts of an engine over vLLM that the contract suite and the random schedules leave out."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from rollout import EngineStateError, WeightUpdateError
+from rollout import EngineStateError, SamplingParams, WeightUpdateError
 from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_weights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
@@ -30,5 +32,22 @@ def test_stage_weights_refuses_an_update_of_a_mixture_of_experts() -> None:
         with pytest.raises(WeightUpdateError, match="does not update mixtures of experts"):
             engine.update_weights(vllm_weights(1, "qwen3_moe"), in_flight=True)
         assert engine.weights_version == 0
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_logging_step_interval_writes_every_such_step_of_vllm() -> None:
+    written: list[dict[str, float]] = []
+    writer = SimpleNamespace(log=lambda metrics: written.append(dict(metrics)))
+    engine = vllm_engine(metrics_writer=writer, logging_step_interval=2)
+    try:
+        engine.add_request([3, 1, 4], SamplingParams(num_tokens_to_generate=6, termination_id=-1))
+        while engine.has_unfinished_requests():
+            engine.step()
+        rows = [row for row in written if "engine/last_step/step" in row]
+        assert [row["engine/last_step/step"] for row in rows] == [2, 4, 6]
+        assert all(row["engine/last_step/num_decode_tokens"] == 1 for row in rows)
+        assert engine.stats().num_steps == 6
     finally:
         engine.shutdown()
