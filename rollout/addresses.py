@@ -1,7 +1,7 @@
 """Functions that resolve host names, format TCP addresses, and find the address that others dial.
 
 Used by `rollout.coordinator.net.sockets`, `rollout.apis.async_llm`, `rollout.apis.fleet_processes`,
-`rollout.launch.torchrun`, `rollout.serve.server`, `rollout.cli.serve`, and in
+`rollout.launch.torchrun`, `rollout.serve.server`, in `rollout.cli` by `engine` and `serve`, and in
 `rollout.weights.transports` by `collective` and `registry`.
 """
 

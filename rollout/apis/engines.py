@@ -29,7 +29,7 @@ def make_engine(
     tokenizer: Tokenizer | None,
     weights_version: int,
 ) -> Engine:
-    """Return a new engine of the kind `config.engine`.
+    """Return a new engine of the package that `config.engine` names.
 
     Arguments are those of DynamicInferenceEngine.from_model. Raises ConfigError for an unknown
     engine, for one whose package is missing, and for fields that it cannot follow; ModelError.

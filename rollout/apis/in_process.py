@@ -31,7 +31,7 @@ class InProcessRuntime:
     drops requests. Control calls of other threads take effect between two of its steps."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, *, has_ranks: bool) -> None:
-        """`has_ranks`: whether other processes are ranks of the engine."""
+        """Make the runtime of `engine`. `has_ranks`: whether other processes are ranks of it."""
         self.engine, self.tokenizer, self.has_ranks = engine, tokenizer, has_ranks
         self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.

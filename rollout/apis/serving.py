@@ -21,6 +21,7 @@ from rollout.serve.llm import ServedLLM
 
 if TYPE_CHECKING:
     from rollout.serve.server import Server
+    from rollout.serve.state import ServerState
 
 
 class Serving:
@@ -36,6 +37,11 @@ class Serving:
         """Host and port of the server; None while nothing is served."""
         server = self._server
         return server.address if server is not None and server.is_listening else None
+
+    @property
+    def state(self) -> ServerState | None:
+        """State of the server; None while nothing is served."""
+        return None if self._server is None else self._server.state
 
     @property
     def lost(self) -> RolloutError | None:

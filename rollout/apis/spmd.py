@@ -70,8 +70,7 @@ def runtime_of(
         follower = FollowerRuntime(follower_of(model, config, weights_version), tokenizer)
         return follower, follower
     lead, executor = DynamicInferenceEngine.leading(model, config, tokenizer, weights_version)
-    runtime = InProcessRuntime(lead, tokenizer, has_ranks=config.tensor_parallel_size > 1)
-    return runtime, _LeadRank(lead, executor)
+    return InProcessRuntime(lead, tokenizer, has_ranks=True), _LeadRank(lead, executor)
 
 
 def on_all_ranks(method: Method) -> Method:

@@ -34,6 +34,7 @@ from rollout.cli.settings import (
     UsageError,
     fields_of,
     help_of,
+    is_setting,
     read_settings,
     require,
 )
@@ -108,17 +109,13 @@ def _run_serving(words: Sequence[str]) -> int:
     parser.epilog = "settings:\n" + help_of(ServingLoad)
     kinds = fields_of(ServingLoad)
     given = parser.parse(words, kinds, hints=_SERVING_HINTS)
-    settings = [word if _is_setting(word) else f"url={word}" for word in given.settings]
+    settings = [word if is_setting(word) else f"url={word}" for word in given.settings]
     (values,) = read_settings(settings, kinds, hints=_SERVING_HINTS)
     require(values, "url", "http://127.0.0.1:8000")
     load = ServingLoad(**values)
     summary = asyncio.run(measure_serving(load))
     _show(summary, f"serving, {load.url}", is_json=given.json)
     return 1 if summary.num_failed else 0
-
-
-def _is_setting(word: str) -> bool:
-    return "=" in word and "://" not in word.partition("=")[0]
 
 
 def _measure(llm: apis.LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:

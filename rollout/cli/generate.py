@@ -181,7 +181,7 @@ def _parser() -> Parser:
         "the requests:\n" + help_of(RequestKeywords),
         "sampling (SamplingParams):\n" + help_of(SamplingParams, without=_EXCLUDED),
         FLEET_HELP,
-        CONFIG_HELP.replace("  max_tokens=none      ", f"  {_STEP_TOKENS}=none"),
+        CONFIG_HELP.replace("  max_tokens=none       ", f"  {_STEP_TOKENS}=none"),
     )
     parser.add_argument("--input", metavar="FILE", help="file of prompts (default: stdin)")
     parser.add_argument(

@@ -13,7 +13,7 @@ _VERBOSE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Add the option --verbose, which `log_to_stderr` takes."""
+    """Add the option --verbose, whose value is `is_verbose` of `log_to_stderr`."""
     parser.add_argument(
         "--verbose", action="store_true", help="log connections, sessions and sockets, too"
     )

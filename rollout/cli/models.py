@@ -90,8 +90,8 @@ def model_of(values: Mapping[str, Any]) -> str:
 
 
 def engine_config(values: Mapping[str, Any]) -> InferenceConfig:
-    """Return the engine's config of the given settings. Raises ConfigError, before torch is
-    imported, which takes seconds."""
+    """Return the InferenceConfig of the given settings. Raises ConfigError for fields that are not
+    valid. Imports no torch, which takes seconds, so the error comes at once."""
     return InferenceConfig(**{name: values[name] for name in CONFIG_KINDS if name in values})
 
 
@@ -114,7 +114,7 @@ def is_fleet(values: Mapping[str, Any]) -> bool:
 
 def make_llm(values: Mapping[str, Any]) -> apis.LLM:
     """Return an LLM over an engine in this process, or over a fleet if `is_fleet(values)`. Raises
-    UsageError without an existing model directory."""
+    UsageError without an existing model directory, and ConfigError as `engine_config` does."""
     directory = model_of(values)
-    engine_config(values)
+    engine_config(values)  # its error comes before torch is imported
     return apis.LLM(**{**values, "model": directory}, use_coordinator=is_fleet(values))

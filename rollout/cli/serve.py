@@ -32,7 +32,6 @@ from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, 
 from rollout.config import GIB
 from rollout.control.reports import EngineStats
 from rollout.extras import extra_needed
-from rollout.models.checkpoints.directory import name_of_directory
 from rollout.serve.config import ServeConfig
 from rollout.serve.openai.chat_template import load_template
 from rollout.text import tokenizer_of
@@ -94,20 +93,26 @@ def run(words: Sequence[str]) -> int:
 async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: bool) -> None:
     async with apis.AsyncLLM(**of_llm) as llm:
         await llm.serve(config, blocking=False)
+        # Imports torch, which takes seconds, so not before the words are checked.
+        from rollout.serve.page.routes import example_request
+
         assert llm.serving.address is not None, "it listens"
+        assert llm.serving.state is not None, "it listens"
         host, port = llm.serving.address
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         if is_json:
             print(json.dumps({"url": url}), flush=True)
         else:
-            name = config.served_model_name or name_of_directory(of_llm["model"])
-            print(opening(url, name, config, await llm.stats()), flush=True)
+            example = example_request(llm.serving.state)
+            print(opening(url, config, await llm.stats(), example), flush=True)
         await llm.serving.run()
 
 
-def opening(url: str, name: str, config: ServeConfig, stats: EngineStats) -> str:
-    """Return the lines that say what a server has loaded, and where to reach it. name: the model's
-    name for clients. stats: counters of its engines."""
+def opening(
+    url: str, config: ServeConfig, stats: EngineStats, example: Mapping[str, str] | None
+) -> str:
+    """Return the lines that say what a server has loaded, and where to reach it. stats: counters of
+    its engines. example: a request to try, as `example_request` returns it."""
     kv, weights = (
         sum(getattr(use, f"{part}_bytes") for use in stats.ranks) for part in ("kv", "weights")
     )
@@ -118,12 +123,11 @@ def opening(url: str, name: str, config: ServeConfig, stats: EngineStats) -> str
         f"API    {url}/v1" if "openai" in config.protocols else f"API    {url}",
         f"watch  {url}/" + ("" if config.api_key is None else " (asks for the key)"),
     ]
-    if "openai" in config.protocols:
-        body = json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 32})
+    if example is not None:
         key = "" if config.api_key is None else ' -H "Authorization: Bearer $ROLLOUT_API_KEY"'
         lines.append(
-            f"try    curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-            f"-d {shlex.quote(body)}"
+            f"try    curl {url}/{example['path']}{key} -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(example['body'])}"
         )
     return "\n".join([*lines, "Ctrl-C to stop"])
 

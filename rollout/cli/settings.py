@@ -68,15 +68,12 @@ class Parser(argparse.ArgumentParser):
         if not value:  # it may be the next word
             after = words[list(words).index(unknown[0]) + 1 :]
             value = next((word for word in after[:1] if word[:1] != "-" and "=" not in word), "...")
-        if not any(name in group for group in groups):
-            mine = remedy_of_unknown(option, self._option_string_actions, "", cutoff=0.8)
-            if mine:
-                raise UsageError(f"{unknown[0]} is unknown; {mine}")
-        if any(groups) and not any(name in group for group in groups):
-            raise UsageError(
-                f"{unknown[0]} is unknown; {_remedy(name, value, groups, hints or {})}"
-            )
-        raise UsageError(f"{unknown[0]} is unknown; settings are written {name}={value}")
+        if any(name in group for group in groups):
+            remedy = f"settings are written {name}={value}"
+        else:
+            others = _remedy(name, value, groups, hints or {})
+            remedy = remedy_of_unknown(option, self._option_string_actions, others, cutoff=0.8)
+        raise UsageError(f"{unknown[0]} is unknown; {remedy}")
 
 
 def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
@@ -146,8 +143,8 @@ def read_settings(
     """
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
-        name, is_setting, text = word.partition("=")
-        if not is_setting:
+        name, equals, text = word.partition("=")
+        if not equals:
             raise UsageError(f"{word!r} is not a setting: settings are written key=value")
         owners = [index for index, group in enumerate(groups) if name in group]
         if not owners:
@@ -168,6 +165,11 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
     if name not in values:
         raise UsageError(f"{name} is missing; give {name}={example}")
     return values[name]
+
+
+def is_setting(word: str) -> bool:
+    """Return whether a word is key=value. A URL is not, even if its query holds "="."""
+    return "=" in word and "://" not in word.partition("=")[0]
 
 
 def value_of(name: str, text: str, kind: Any) -> Any:

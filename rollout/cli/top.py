@@ -20,7 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.cli.http_faults import named_http_faults, server_root
-from rollout.cli.settings import Kinds, Parser, UsageError, fields_of, help_of, read_settings
+from rollout.cli.settings import (
+    Kinds,
+    Parser,
+    UsageError,
+    fields_of,
+    help_of,
+    is_setting,
+    read_settings,
+)
 from rollout.control.commands import fleet_stats
 from rollout.coordinator.net.key_folder import CLIENT, peer_keys
 from rollout.coordinator.net.security import CurveKeys
@@ -65,14 +73,14 @@ def run(words: Sequence[str]) -> int:
         "--keys", metavar="DIR", help="folder of a client's keys, made by `rollout keys`"
     )
     given = parser.parse(words, _KINDS)
-    targets = [word for word in given.settings if _is_target(word)]
+    targets = [word for word in given.settings if not is_setting(word)]
     if len(targets) != 1:
         raise UsageError(
             f"give one coordinator's address or server's URL, not {len(targets)}: rollout top "
             "http://127.0.0.1:8000"
         )
     (target,) = targets
-    (values,) = read_settings([w for w in given.settings if w not in targets], _KINDS)
+    (values,) = read_settings(list(filter(is_setting, given.settings)), _KINDS)
     settings = TopSettings(**values)
     if target.startswith(("http://", "https://")):
         snapshots = of_server(target, settings.api_key)
@@ -87,10 +95,6 @@ def run(words: Sequence[str]) -> int:
     with named_http_faults(target):
         asyncio.run(_show(snapshots, settings.count, is_json=given.json))
     return 0
-
-
-def _is_target(word: str) -> bool:
-    return "://" in word.partition("=")[0] or "=" not in word
 
 
 async def of_coordinator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,10 +27,12 @@ from rollout.serve.page.fleet import FleetSnapshot, FleetView
 from tests.apis.fleets import Load, directory, with_fleet
 
 pytestmark = pytest.mark.distributed
+STOP = "Ctrl-C to stop\n"
 
 
-def test_serve_prints_its_url_and_ends_with_0_at_sigterm() -> None:
-    words = [f"model={directory()}", "port=0", "buffer_size_gb=0.02", "num_threads=1", "--json"]
+def test_serve_prints_a_request_that_works_and_ends_with_0_at_sigterm() -> None:
+    """The model has no tokenizer."""
+    words = [f"model={directory()}", "port=0", "buffer_size_gb=0.02", "num_threads=1"]
     server = subprocess.Popen(
         [sys.executable, "-m", "rollout", "serve", *words],
         stdout=subprocess.PIPE,
@@ -38,8 +41,9 @@ def test_serve_prints_its_url_and_ends_with_0_at_sigterm() -> None:
     )
     assert server.stdout is not None
     try:
-        url = json.loads(server.stdout.readline())["url"]
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+        printed = dict(line.split(None, 1) for line in iter(server.stdout.readline, STOP))
+        assert answer_of(printed["try"])["usage"]["completion_tokens"] > 0
+        with urllib.request.urlopen(f"{printed['API'].strip()}/models", timeout=60) as answer:
             (model,) = json.load(answer)["data"]
         assert model["root"] == directory()
         server.send_signal(signal.SIGTERM)
@@ -51,6 +55,15 @@ def test_serve_prints_its_url_and_ends_with_0_at_sigterm() -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+def answer_of(curl: str) -> Any:
+    """Send the request of a curl command and return its JSON answer."""
+    _, url, _, header, _, body = shlex.split(curl)
+    name, value = header.split(": ")
+    request = urllib.request.Request(url, body.encode(), {name: value})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -39,11 +40,17 @@ class StartedError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(**_: object) -> None:
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Raise StartedError in place of AsyncLLM. Returns a dict that gets its last arguments."""
+    given: dict[str, object] = {}
+
+    def started(**settings: object) -> None:
+        given.clear()
+        given.update(settings)
         raise StartedError
 
     monkeypatch.setattr(apis, "AsyncLLM", started)
+    return given
 
 
 def test_help_lists_every_field_of_the_server_with_its_default(
@@ -95,6 +102,8 @@ def test_help_of_every_command_lists_its_settings_with_defaults(
         names = {field.name for field in dataclasses.fields(kind)}
         assert names - objects - options - renamed <= known, kind
     assert all(len(line) <= 100 for line in shown.splitlines())
+    entries = re.findall(r"^  [\w.]+=\S+ {2,}", shown, re.MULTILINE)
+    assert {len(entry) for entry in entries} == {36}, "their texts begin in one column"
 
 
 def test_settings_of_commands_have_the_defaults_of_the_calls_that_take_them() -> None:
@@ -125,7 +134,8 @@ def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
         block_size_tokens=16,
         max_sequence_length=512,
     )
-    lines = opening("http://127.0.0.1:80", "tiny", ServeConfig(api_key="k"), stats).splitlines()
+    url, config = "http://127.0.0.1:80", ServeConfig(api_key="k")
+    lines = opening(url, config, stats, {"path": "generate", "body": '{"a": 1}'}).splitlines()
     assert lines[0] == (
         "memory 2.00 GiB of weights, 6.00 GiB of KV cache (1,600 tokens; 512 at most in a sequence)"
     )
@@ -133,9 +143,10 @@ def test_opening_says_what_is_loaded_and_where_the_server_listens() -> None:
         "API    http://127.0.0.1:80/v1",
         "watch  http://127.0.0.1:80/ (asks for the key)",
     ]
-    assert lines[3].startswith('try    curl http://127.0.0.1:80/v1/completions -H "Authorization')
-    assert '"model": "tiny"' in lines[3]
+    assert lines[3].startswith('try    curl http://127.0.0.1:80/generate -H "Authorization')
+    assert lines[3].endswith("""-d '{"a": 1}'""")
     assert lines[4] == "Ctrl-C to stop"
+    assert opening(url, config, stats, None).splitlines() == [*lines[:3], lines[4]]
 
 
 def test_name_of_directory_is_a_name_for_the_working_directory_too(
@@ -149,32 +160,16 @@ def test_name_of_directory_is_a_name_for_the_working_directory_too(
     assert name_of_directory("..") == tmp_path.name
 
 
-def test_max_model_len_is_the_engines_longest_sequence_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: dict[str, object] = {}
-
-    def started(**settings: object) -> None:
-        given.update(settings)
-        raise StartedError
-
-    monkeypatch.setattr(apis, "AsyncLLM", started)
+def test_max_model_len_is_the_engines_longest_sequence_too(given: dict[str, object]) -> None:
     for words, length in ((("max_model_len=64",), 64), (("max_sequence_length=32",), 32)):
         with pytest.raises(StartedError):
             main(["serve", directory(), "port=0", *words])
         assert given["max_sequence_length"] == length
 
 
-def test_serve_keeps_cached_prefixes_after_their_last_user_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+def test_serve_keeps_cached_prefixes_after_their_last_user_by_default(
+    given: dict[str, object],
 ) -> None:
-    given: dict[str, object] = {}
-
-    def started(**settings: object) -> None:
-        given.update(settings)
-        raise StartedError
-
-    monkeypatch.setattr(apis, "AsyncLLM", started)
     name = "prefix_caching_eviction_policy"
     for words, policy in (((), "lru"), ((f"{name}=ref_zero",), "ref_zero")):
         with pytest.raises(StartedError):

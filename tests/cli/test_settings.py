@@ -109,6 +109,6 @@ def test_every_field_of_the_config_can_be_set() -> None:
 
 def test_an_unknown_option_shows_the_form_of_a_setting() -> None:
     with pytest.raises(UsageError, match=r"--max-tokens=5 is unknown; .* written max_tokens=5"):
-        Parser("x", "").parse(["--max-tokens=5"])
+        Parser("x", "").parse(["--max-tokens=5"], {"max_tokens": int})
     given = Parser("x", "").parse(["a=1", "--json", "b=2"])
     assert (given.settings, given.json) == (["a=1", "b=2"], True)

@@ -152,7 +152,7 @@ def test_events_describe_engines_and_finished_samples(served: Served) -> None:
 
 
 def reply_of(served: Served, body: dict[str, Any]) -> list[Any]:
-    """The choices of a completion of three samples."""
+    """Return the choices of a completion of three samples."""
     own = {"prompt": [5, 6], "max_tokens": 60, "seed": 4, "n": 3, "logprobs": 1}
     return served.completed("/v1/completions", {**own, **body})[0]
 
@@ -215,7 +215,7 @@ def test_example_request_is_answered(protocols: tuple[str, ...], tokenizer: str 
 
 
 def num_generated_of(reply: dict[str, Any]) -> int:
-    """The number of generated tokens of a reply of the openai or sglang protocol."""
+    """Return the number of generated tokens in a reply of the openai or sglang protocol."""
     if "usage" in reply:
         return int(reply["usage"]["completion_tokens"])
     return int(reply["meta_info"]["completion_tokens"])

@@ -1,7 +1,7 @@
 """Functions that name a Hugging Face model directory, and say what keeps a path from being one.
 
 Used by `rollout.models.checkpoints.loading`, `rollout.cli.models` and `rollout_vllm.engine` for
-their errors, and by `rollout.cli.serve` and `rollout.serve.server` for names. Imports no torch, so
+their errors, and by `rollout.cli.models` and `rollout.serve.server` for names. Imports no torch, so
 that a command line is answered at once.
 """
 

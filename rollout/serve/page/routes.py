@@ -1,6 +1,7 @@
 """The page at `/`: three static files, and a stream of server-sent events.
 
-Used by `rollout.serve.app` through `page_routes`. Browsers and `rollout.cli.top` read the stream.
+Used by `rollout.serve.app` (`page_routes`) and `rollout.cli.serve` (`example_request`). Browsers
+and `rollout.cli.top` read the stream.
 """
 
 from __future__ import annotations
