@@ -73,9 +73,13 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 help:
 	@sed -n 's/^#   //p' Makefile
 
+define CHECK_PYTHON
+@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' was not found; name a Python >= 3.10 with 'make PYTHON=...'" >&2; exit 1; }
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), but Python >= 3.10 is needed; name one with 'make PYTHON=...'" >&2; exit 1; }
+endef
+
 $(STAMP):
-	@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' was not found; name a Python >= 3.10 with 'make PYTHON=...'" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1), but Python >= 3.10 is needed; name one with 'make PYTHON=...'" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	@echo "installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@rm -f $(VENV)/.installed-*
@@ -97,7 +101,7 @@ $(STAMP312):
 	@touch $@
 
 $(STAMP_VLLM):
-	@command -v $(PYTHON) >/dev/null || { echo "error: '$(PYTHON)' was not found; name a Python >= 3.10 with 'make PYTHON=...'" >&2; exit 1; }
+	$(CHECK_PYTHON)
 	@echo "installing into $(VENV_VLLM) (once)"
 	@$(PYTHON) -m venv $(VENV_VLLM)
 	@rm -f $(VENV_VLLM)/.installed-*

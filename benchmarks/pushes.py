@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.one_thread import restart_with_one_thread
+from benchmarks.pages import at_least_one
 from benchmarks.update import load_policy
 from rollout import LLM
 from trainer_hooks import WeightSync
@@ -31,7 +32,7 @@ COPY, DISCARDED, IN_FLIGHT = "one copy", "weights discarded", "in flight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a call used: CPU and wall seconds, and page faults that read nothing from a disk."""
+    """CPU and wall seconds of a call, and its page faults that read nothing from a disk."""
 
     cpu_s: float
     wall_s: float
@@ -75,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Use]:
     """Measure, print a table, and return the uses by name."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model")
-    parser.add_argument("--rounds", type=int, default=8, help="the least CPU time is printed")
+    parser.add_argument(
+        "--rounds", type=at_least_one, default=8, help="the least CPU time is printed"
+    )
     arguments = parser.parse_args(argv)
     uses = measure(arguments.small, arguments.rounds)
     table = Table("push", "CPU s", "wall s", "page faults", "copies")

@@ -1,4 +1,4 @@
-"""A GRPO step of TRL's GRPOTrainer beside one of this package, part by part.
+"""A GRPO step of TRL's GRPOTrainer and a GRPO step of this package, compared part by part.
 
     python -m benchmarks.trl_step            # ten minutes; needs SmolLM2 (extra smollm2) and trl
     python -m benchmarks.trl_step --small    # seconds, with a random model: shows that it runs
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,32 +119,35 @@ def rewards_of(
 
 
 def trl_step(is_small: bool, has_engine: bool, rollouts_file: Path) -> Step:
-    """Make one step of a GRPOTrainer. Without our engine writes its rollouts to `rollouts_file`."""
+    """Make one step of a GRPOTrainer: with our engine if `has_engine`, else with TRL's generation,
+    whose rollouts are then written to `rollouts_file`."""
     torch.set_num_threads(1)
     settings, watch = settings_of(is_small), Stopwatch()
     task = Task(settings.model, settings.data, settings.reward)
     policy = policy_of(task, is_small)
     losses: list[float] = []
-    if not has_engine:
-        trainer = _timed_trainer(watch, losses, rollouts_file)(
-            **_arguments(settings, task, policy, is_small)
-        )
-        trainer.train()
-    else:
-        with LLM(policy, task.tokenizer, settings.engine) as llm:
+    kind = _timed_trainer(watch, losses, None if has_engine else rollouts_file)
+    with ExitStack() as stack:
+        rollouts = None
+        if has_engine:
+            llm = stack.enter_context(LLM(policy, task.tokenizer, settings.engine))
             rollouts = TRLRollouts(llm)
-            arguments = {**_arguments(settings, task, policy, is_small), "rollout_func": rollouts}
-            trainer = _timed_trainer(watch, losses, None)(**arguments)
+        output_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        arguments = _arguments(settings, task, policy, is_small, output_dir)
+        trainer = kind(**arguments, rollout_func=rollouts)
+        if rollouts is not None:
             rollouts.attach(trainer)
-            trainer.train()
+        trainer.train()
     norm = next(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row)
     return Step(
         cpu_s=dict(watch.cpu_s), peak_bytes=status_bytes("VmHWM"), loss=sum(losses), grad_norm=norm
     )
 
 
-def _arguments(settings: JobSettings, task: Task, policy: Any, is_small: bool) -> dict[str, Any]:
-    """Return the arguments of a GRPOTrainer for one step of the job."""
+def _arguments(
+    settings: JobSettings, task: Task, policy: Any, is_small: bool, output_dir: str
+) -> dict[str, Any]:
+    """Return the arguments of a GRPOTrainer for one step of the job, but for `rollout_func`."""
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
 
@@ -154,7 +157,7 @@ def _arguments(settings: JobSettings, task: Task, policy: Any, is_small: bool) -
         return rewards_of(task, completion_ids, answer, is_small)
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=output_dir,
         per_device_train_batch_size=sizes.group_size,
         gradient_accumulation_steps=sizes.groups_per_step,
         num_generations=sizes.group_size,

@@ -29,6 +29,7 @@ from rich.table import Table
 from benchmarks.machine import reset_peak, status_bytes
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.packing import random_batch
+from benchmarks.pages import at_least_one
 from rollout.backends.cpu.mapping import trim_heap
 from rollout.models.checkpoints.smollm2 import model_directory
 from trainer_hooks import (
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
     """Measure all sizes, print a table, and return the results by size and way."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model and short rollouts")
-    parser.add_argument("--rounds", type=int, default=2, help="the least time is printed")
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="the least time is printed")
     parser.add_argument(
         "--sizes", type=_size, nargs="+", default=SIZES, metavar="PROMPT+NEW", help="such as 200+32"
     )

@@ -4,8 +4,8 @@
     python -m benchmarks.vllm_step --model 4M --rows 16
 
 Needs vLLM (docs/how-to/vllm.md). Two EngineCores of vLLM hold the same model: one is stepped as
-vLLM's own engine does it, the other by Engine.step. Steps take turns; every row decodes and none
-ends. Prints medians of CPU milliseconds per step, and the median ratio of neighbouring steps.
+vLLM's own engine does it, the other by Engine.step. Their steps alternate; every row decodes and
+none ends. Prints medians of CPU milliseconds per step, and the median ratio of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.one_thread import restart_with_one_thread
 from benchmarks.pages import at_least_one, table_row
@@ -69,8 +68,8 @@ def add_rows(engine: VllmEngine, num_rows: int) -> None:
         engine.add_request([(row * 31 + i) % 1000 + 1 for i in range(PROMPT_LEN)], params)
 
 
-def without_stamps(engine: VllmEngine) -> None:
-    """Give the engine's core the class of vLLM's own scheduler, whose steps stamp nothing."""
+def use_plain_scheduler(engine: VllmEngine) -> None:
+    """Give the engine's core the class of vLLM's own scheduler, which records no versions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     engine.core.scheduler.__class__ = Scheduler
@@ -79,7 +78,7 @@ def without_stamps(engine: VllmEngine) -> None:
 def measure(directory: Path, num_rows: int, num_steps: int) -> tuple[float, float, float]:
     """Return the CPU seconds of a step of vLLM alone, of one under Engine, and their ratio."""
     plain, ours = new_engine(directory, num_rows), new_engine(directory, num_rows)
-    without_stamps(plain)
+    use_plain_scheduler(plain)
     steps = plain_step(plain), ours.step
     try:
         for engine in (plain, ours):
@@ -97,11 +96,11 @@ def measure(directory: Path, num_rows: int, num_steps: int) -> tuple[float, floa
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one row of a table for each number of rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="0.5B")
     parser.add_argument("--rows", nargs="+", type=at_least_one, default=[64, 256])
     parser.add_argument("--steps", type=at_least_one, default=20)
-    arguments: Any = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     directory = model_directory(arguments.model, "float32", CACHE)
     print(table_row(["rows", "vLLM, ms", "under Engine, ms", "ratio"]))
     print("|---:|---:|---:|---:|")

@@ -19,6 +19,7 @@ from rollout.engine.input_processor import Group, InputProcessor, ProcessedReque
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
 from rollout.errors import ConfigError, ModelError
+from rollout.models.checkpoints.directory import fault_of_directory
 from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import end_ids_of, union_of_ids
 from rollout.requests.record import DynamicInferenceRequestRecord
@@ -63,8 +64,10 @@ def make_engine(
             f"engine='vllm' takes the directory of a model, not a {type(model).__name__}: write it "
             "with save_pretrained(DIR), and pass DIR"
         )
+    if fault := fault_of_directory(model):
+        raise ModelError(fault)
     directory = Path(model)
-    if not sorted(directory.glob("*.safetensors")):
+    if not any(directory.glob("*.safetensors")):
         raise ModelError(f"{directory} holds no *.safetensors; write it with save_pretrained")
     seed = given_or_drawn(config.seed, "an engine")
     config = config.replace(seed=seed)

@@ -57,8 +57,7 @@ class VllmExecutor:
     the old weights are served. The commit lets each worker load it in place. vLLM cannot take a
     load back: if one fails, `has_values` is False, no step runs, and a full update repairs it.
 
-    Checksums are those of the tensors in the checkpoint's format, before vLLM fuses or quantises
-    them.
+    Checksums cover the tensors in the checkpoint's format, before vLLM fuses or quantises them.
     """
 
     def __init__(

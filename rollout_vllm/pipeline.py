@@ -94,7 +94,7 @@ class VllmPipeline:
 
     def step(self, weights_version: int) -> None:
         with self._guard.change("step"):
-            # vLLM is told at its next step which requests have ended.
+            # vLLM learns in its next step which requests have ended.
             if self._core.scheduler.has_requests() or self.num_in_flight:
                 self._step(weights_version)
 
@@ -161,12 +161,12 @@ class VllmPipeline:
         self._counters.steps.num_evictions += len(preempted)
         num_decoded = sum(1 for _, low, high in scheduled if high - low == 1)
         self._counters.add_step(
-            sum(high - low for _, low, high in scheduled) - num_decoded,
-            num_decoded,
-            len(sampled.token_ids),
-            self.last_result_at - start,
-            version,
-            scheduler.counts,
+            num_prefill_tokens=sum(high - low for _, low, high in scheduled) - num_decoded,
+            num_decode_tokens=num_decoded,
+            num_sampled_tokens=len(sampled.token_ids),
+            seconds=self.last_result_at - start,
+            weights_version=version,
+            counts=scheduler.counts,
         )
 
     def _is_prompt(self, request_id: int, first: int) -> bool:

@@ -156,7 +156,7 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         self.kv_cache_manager.evict_blocks({*old.tolist()} - {_NULL_BLOCK})
 
     def drop(self, request_id: str) -> None:
-        """Forget the versions of a request that has ended."""
+        """Drop the versions of a request that has ended."""
         self.spans.pop(request_id, None)
         self.num_cached.pop(request_id, None)
 

@@ -40,9 +40,14 @@ OTHERS: dict[str, list[str]] = {
     "rollout/tool_calls": ["tests/serve/test_tool_calls.py"],
     "rollout/wire.py": ["tests/coordinator/protocol"],
     "README.md": ["tests/test_docs_names.py", "tests/test_readme.py"],
+    "conf": [
+        "tests/scripts/test_settings_pages.py",
+        "tests/trainer_hooks/train/test_algorithm_groups.py",
+        "tests/trainer_hooks/train/test_override_help.py",
+    ],
     "docs": [
-        *("tests/test_docs_names.py", "tests/test_docs_site.py"),
-        *("tests/test_readme.py", "tests/test_snippets.py"),
+        *("tests/scripts/test_settings_pages.py", "tests/test_docs_names.py"),
+        *("tests/test_docs_site.py", "tests/test_readme.py", "tests/test_snippets.py"),
     ],
     "pyproject.toml": ["tests/architecture/test_environment.py", "tests/test_extras.py"],
     "trainer_hooks": ["tests/trainer_hooks"],

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What each extra is for, as a program that uses its packages without a GPU or a network.
+# Extra -> a program that uses its packages as the project does, without a GPU or a network.
 PROGRAMS = {
     "serve": "import uvloop; from rollout.cli.main import main; main(['serve', '--help'])",
     "hf": "import jinja2, sentencepiece, google.protobuf;"
@@ -63,8 +63,8 @@ def check(extra: str, source: Path) -> tuple[str, int]:
         ):
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
-                said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-                return said[-1] if said else f"{command[0]} ended by {done.returncode}", 0
+                lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+                return lines[-1] if lines else f"{command[0]} exited with {done.returncode}", 0
         files = (file for file in Path(folder).rglob("*") if file.is_file())
         return "ok", sum(file.lstat().st_size for file in files)
 

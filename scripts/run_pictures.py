@@ -50,14 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("overrides", nargs="*", help="overrides of the demo's settings")
     parser.add_argument("--step", type=int, default=60, help="show the dashboard after this step")
-    parser.add_argument("--runs", nargs="+", help="directories of finished runs")
+    parser.add_argument("--runs", nargs="+", type=Path, help="directories of finished runs")
     arguments = parser.parse_args()
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         raise SystemExit("chromium was not found; it draws the report: install it")
     with tempfile.TemporaryDirectory() as folder:
         if arguments.runs:
-            draw_runs(browser, Path(folder), list(map(Path, arguments.runs)))
+            draw_runs(browser, Path(folder), arguments.runs)
             return
         draw_dashboard(Path(folder), arguments.step, arguments.overrides)
         (run,) = Path(folder).glob(f"outputs/train/{RUN_NAME}/seed_*")

@@ -200,7 +200,7 @@ def configuration_page() -> str:
 
 
 def comment_of(path: Path) -> str:
-    """Return the comment at the beginning of a config file, without Hydra's directives."""
+    """Return the comment at the top of a config file, without Hydra's directives and examples."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -211,8 +211,8 @@ def comment_of(path: Path) -> str:
 
 
 def option_table(header: str, paths: Sequence[Path], default: str) -> str:
-    """Return a table of config files with the comments at their beginnings. `default`: the name of
-    the file that a job uses unless told otherwise."""
+    """Return a table of config files with the comments at their tops. `default`: name of the file
+    that a job uses if the command names none."""
     lines = [f"| {header} | what it sets |", "|---|---|"]
     for path in paths:
         mark = " (default)" if path.stem == default else ""
@@ -233,13 +233,11 @@ def job_rows(kind: type, values: Mapping[str, Any] | None, path: str) -> Iterato
         key = f"{path}.{field.name}" if path else field.name
         default = default_of(field)
         value = as_plain(default) if values is None else values.get(field.name, as_plain(default))
-        part, named = dataclass_of(types_by_name[field.name]), None
-        if part is None:
-            named = dataclass_by_name(types_by_name[field.name])
+        type_ = types_by_name[field.name]
+        part, named = dataclass_of(type_), dataclass_by_name(type_)
         if part is None or default is None:
             shown = _REQUIRED if value == MISSING else _shown(value)
-            within = f"{part.__name__} or `null`" if part else range_text(kind, field.name, _YAML)
-            within = "a section" if part or named else within
+            within = "a section" if part or named else range_text(kind, field.name, _YAML)
             yield Row(key, shown, within, docs[field.name])
         if part is not None:
             yield from job_rows(part, value if isinstance(value, Mapping) else None, key)

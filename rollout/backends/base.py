@@ -166,7 +166,7 @@ class Ops(Protocol[Handle]):
         """Pack new values, the rows of `parts` in order. Returns what `refresh` takes.
 
         The handle does not change. This is the slow part of an update; the old weight stays in use
-        meanwhile. `allocate`: returns a number of bytes for the copy of a repacked weight.
+        meanwhile. `allocate`: returns the given number of bytes, for a repacked weight's copy.
         """
         ...
 

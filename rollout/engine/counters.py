@@ -161,6 +161,7 @@ class EngineCounters:
 
     def add_step(
         self,
+        *,
         num_prefill_tokens: int,
         num_decode_tokens: int,
         num_sampled_tokens: int,

@@ -215,12 +215,12 @@ class StepPipeline:
             self._faults.remove(finished.request_id)
         self.last_result_at = time.perf_counter()
         self._counters.add_step(
-            len(plan.prefill_token_ids),
-            plan.num_decode_rows,
-            len(plan.sample_rows),
-            self.last_result_at - start,
-            plan.weights_version,
-            self._scheduler.counts,
+            num_prefill_tokens=len(plan.prefill_token_ids),
+            num_decode_tokens=plan.num_decode_rows,
+            num_sampled_tokens=len(plan.sample_rows),
+            seconds=self.last_result_at - start,
+            weights_version=plan.weights_version,
+            counts=self._scheduler.counts,
         )
 
     # ---- a forward pass that failed

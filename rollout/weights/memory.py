@@ -133,8 +133,8 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 class PackedMemory:
-    """Zeros for the packed copies of one staged update, in one piece: it gets huge pages, of which
-    small copies alone would get none. It is freed with the last copy."""
+    """One zeroed block for the packed copies of a staged update, freed with the last copy. The
+    system gives huge pages to a block this large, but not to memory of each small copy."""
 
     def __init__(self, create_arena: Callable[[], HostArena], num_bytes: int) -> None:
         """Reserve nothing yet. `num_bytes`: bytes of all weights, each aligned."""
@@ -276,8 +276,8 @@ def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
 
 
 def rows_within(num_bytes: int, values: Tensor) -> int:
-    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1. Above 64 a multiple
-    of it, because a backend that packs rows writes whole groups of them faster."""
+    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1. Above 64 rows, a
+    multiple of 64, because a backend that packs rows writes whole groups of them faster."""
     num_rows = num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize)
     return num_rows // _PACKED_ROWS * _PACKED_ROWS or max(1, num_rows)
 

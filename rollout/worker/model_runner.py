@@ -74,8 +74,8 @@ class ModelRunner:
         inputs = self._builder.build(plan)
         if len(plan.copy_sources):
             self._kv.copy_tokens(plan.copy_sources, plan.copy_targets, plan.copy_lengths)
-        # A new context each time: an exception of another thread may keep it from being left. It
-        # ends with the last reference to it, then.
+        # A new context each time: if an asynchronous exception (a signal) skips its exit, it ends
+        # when this frame drops it.
         with torch.inference_mode():
             fetch = self._backend.executor.launch(self, inputs)
         if not self._records_routing:

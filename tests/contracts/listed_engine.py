@@ -364,9 +364,14 @@ class ListPipeline:
         )
         self._outputs.process_outputs(update, StepOutput(samples=samples))
         self.last_result_at = time.perf_counter()
-        seconds = self.last_result_at - self._launched_at
-        num, counts = len(tokens), self._scheduler.counts
-        self._counters.add_step(0, num, num, seconds, self._version, counts)
+        self._counters.add_step(
+            num_prefill_tokens=0,
+            num_decode_tokens=len(tokens),
+            num_sampled_tokens=len(tokens),
+            seconds=self.last_result_at - self._launched_at,
+            weights_version=self._version,
+            counts=self._scheduler.counts,
+        )
 
     def measure_step(self, weights_version: int) -> None:
         start = time.perf_counter()

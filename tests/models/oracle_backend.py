@@ -6,7 +6,7 @@ letters as in rollout/backends/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,9 @@ class OracleOps:
     ) -> None:
         pass
 
-    def stage(self, handle: PackedLinear, parts: Sequence[Tensor]) -> Tensor:
+    def stage(
+        self, handle: PackedLinear, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
+    ) -> Tensor:
         return torch.cat(list(parts))
 
     def refresh(self, handle: PackedLinear, staged: Tensor | None = None) -> None:

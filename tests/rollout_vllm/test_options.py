@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout import LLM, ConfigError, InferenceConfig, InvalidRequestError, SamplingParams
+from rollout.errors import ModelError
 from rollout.scheduling.stopping import StopRule
 from rollout_vllm import installed
+from rollout_vllm.engine import make_engine
 from rollout_vllm.options import (
     ARGUMENTS,
     FOLLOWED,
@@ -107,7 +109,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> Non
         LLM(tmp_path, engine="rolout")
 
 
-def test_vllm_that_is_not_installed_or_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_require_vllm_refuses_a_missing_or_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed, "_version", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs vLLM 0\.32\.\*: pip install"):
         installed.require_vllm()
@@ -116,6 +118,16 @@ def test_vllm_that_is_not_installed_or_too_old_is_told(monkeypatch: pytest.Monke
         installed.require_vllm()
     monkeypatch.setattr(installed, "_version", lambda _: "0.32.4")
     installed.require_vllm()
+
+
+def test_make_engine_of_vllm_names_the_fault_of_a_path_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "_version", lambda _: "0.32.4")
+    with pytest.raises(ModelError, match=r"Qwen/Qwen3-0\.6B is a name of the Hugging Face hub"):
+        make_engine("Qwen/Qwen3-0.6B", InferenceConfig(engine="vllm"))
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        make_engine(tmp_path, InferenceConfig(engine="vllm"))
 
 
 RULE = StopRule(end_ids=(7,), stop_words=(), max_length=40)

@@ -70,9 +70,7 @@ def missing_keys(values: Any, prefix: str, keys: set[str]) -> set[str]:
     missing = set()
     for name, value in values.items() if isinstance(values, dict) else ():
         key = f"{prefix}{name}"
-        if name in ("defaults", "hydra"):
-            continue
-        if key in keys:
+        if name in ("defaults", "hydra") or key in keys:
             continue
         below = missing_keys(value, f"{key}.", keys)
         missing |= below if isinstance(value, dict) else {key}

@@ -83,11 +83,11 @@ class CpuOps(TorchOps):
         self, handle: LinearHandle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
     ) -> Any:
         """Return a packed copy of the new weight, whose rows are `parts`; None if the handle's
-        products pack nothing. The copy of a repacked weight is in memory of `allocate`, because it
+        products pack nothing. Only the copy of a repacked weight is in memory from `allocate`: it
         is dropped with the other staged copies."""
         if handle.packing is None:
             return None
-        cast = [part.to(handle.weight_NK.dtype).detach() for part in parts]
+        cast = [part.to(handle.weight_NK.dtype) for part in parts]
         return handle.packing.pack(cast, allocate if handle.is_repacked else packed_bytes)
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:

@@ -51,11 +51,11 @@ class NativeWeight:
         allocate: Callable[[int], Tensor],
     ) -> NativeWeight:
         """Return a copy of a float32 or bfloat16 weight, whose rows are `parts`, in panels of
-        2 * `lanes` outputs. `allocate` returns a number of zeros as bytes."""
+        2 * `lanes` outputs. `allocate` returns the given number of bytes, all zero."""
         num_outputs, num_inputs = sum(map(len, parts)), parts[0].shape[1]
         shape = -(-num_outputs // (2 * lanes)), num_inputs, 2 * lanes
-        packed_N = allocate(math.prod(shape) * parts[0].itemsize)
-        packed = cls(kernels, packed_N.view(parts[0].dtype).view(shape), num_outputs)
+        memory = allocate(math.prod(shape) * parts[0].itemsize)
+        packed = cls(kernels, memory.view(parts[0].dtype).view(shape), num_outputs)
         start = 0
         for part in parts:
             packed.write(part, start)
@@ -163,6 +163,6 @@ class NativeWeight:
 
 
 def packed_bytes(num_bytes: int) -> Tensor:
-    """Return memory for a packed copy. It is mapped, and so gets huge pages if the system has some:
-    products are up to a tenth faster."""
+    """Return zeroed memory for a packed copy. It is mapped, so it gets huge pages if the system has
+    some, which make products up to a tenth faster."""
     return map_bytes("packed weight", num_bytes).tensor

@@ -1,4 +1,4 @@
-"""private_folder: a folder in the user's cache directory that no other user can write; and locks.
+"""A folder in the user's cache directory that no other user can write, and locks on its files.
 
 Used by `rollout.backends.cpu.library`, `rollout.launch.torchrun` and
 `rollout.models.checkpoints.smollm2`.

@@ -1,8 +1,8 @@
 """Functions that name a Hugging Face model directory, and say what keeps a path from being one.
 
-Used by `rollout.models.checkpoints.loading` and `rollout.cli.models` for their errors, and by
-`rollout.cli.models` and `rollout.serve.server` for names. Imports no torch, so that a command line
-is answered at once.
+Used by `rollout.models.checkpoints.loading`, `rollout.cli.models` and `rollout_vllm.engine` for
+their errors, and by `rollout.cli.models` and `rollout.serve.server` for names. Imports no torch, so
+that a command line is answered at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 /* Vectors of eight floats, by the vector extensions of GCC and Clang, for any CPU. Included by all sources of this
-   folder. The only intrinsic is the fused multiply-add, of a product and a sum that are rounded once. */
+   folder. Intrinsics are used for two things: the fused multiply-add, whose product and sum are rounded once, and
+   stores that bypass the caches. */
 
 #ifndef ROLLOUT_VECTORS_H
 #define ROLLOUT_VECTORS_H
