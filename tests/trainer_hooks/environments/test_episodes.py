@@ -179,7 +179,8 @@ def test_max_total_tokens_ends_an_episode_without_room_for_a_prompt() -> None:
 def test_environment_exception_fails_the_rollout_and_closes_the_instance(
     made: list[Counter],
 ) -> None:
-    llm = ScriptedLLM(lambda prompt, seed: call("fail") if not made[0].is_closed else "Done.")
+    # The second episode has an instance of its own; the first one may still be closing.
+    llm = ScriptedLLM(lambda prompt, seed: call("fail") if len(made) == 1 else "Done.")
     failed, fine = episodes(llm, num=2)
     assert (failed.failure, failed.succeeded()) == ("step_error", False)
     assert failed.state["end"] == "failure"
