@@ -246,7 +246,7 @@ class OutputProcessor:
             segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def set_paused(self, request_ids: Iterable[int]) -> None:
-        """Mark requests as paused, because no block was free for their next token."""
+        """Mark requests as paused, because free blocks ran out."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
