@@ -1,7 +1,8 @@
 """InputProcessor: validates submitted requests and fills in defaults. It queues nothing.
 
-`rollout.engine.build` and `rollout_vllm.engine` create it. Engine.add_groups and Engine.add_record
-call it. It keeps the next free request id and the number of requests so far.
+`rollout.engine.build` creates it, and `rollout_vllm.engine` derives a class from it.
+Engine.add_groups and Engine.add_record call it. It keeps the next free request id and the number of
+requests so far.
 """
 
 from __future__ import annotations

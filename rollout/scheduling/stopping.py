@@ -1,8 +1,8 @@
 """check_stop: decides whether a request ends with its newest token.
 
 `rollout.scheduling.planned_step` and `rollout_vllm.pipeline` call it.
-`rollout.engine.input_processor` and `rollout_vllm.options` create the StopRules. It changes only
-the state of `StopRule.stop_strings`.
+`rollout.engine.input_processor` creates the StopRules. It changes only the state of
+`StopRule.stop_strings`.
 """
 
 from __future__ import annotations
