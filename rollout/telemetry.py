@@ -93,8 +93,8 @@ class RankUse:
     """Resources of one rank of an engine: bytes in use now, and seconds since its start.
 
     engine: number of the engine in the fleet.
-    kv_bytes, weights_bytes: reserved bytes; 0 while released. *_on_host_bytes: host copies, from
-        which `resume` restores.
+    kv_bytes, weights_bytes: reserved bytes; 0 while released.
+    *_on_host_bytes: host copies, from which `resume` restores.
     lora_base_bytes: host copy of the base values of weights with a LoRA adapter.
     rss_bytes: resident set size of the process; 0 if the system does not report it.
     cpu_seconds: CPU time of all threads.

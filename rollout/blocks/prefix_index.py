@@ -153,10 +153,10 @@ class PrefixIndex:
     ) -> bool:
         """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
-        `predecessor` is the block before it in the table; None for the first block. If the
+        `predecessor` is the block before `block` in the table; None for the first block. If the
         predecessor is not in the index or not current, nothing is changed. If another block has the
         key, nothing is changed either, with one exception. If that block has no user, and is not
-        current or has a prefix with KV older than `oldest_version`, it loses the key to this block.
+        current or has a prefix with KV older than `oldest_version`, it loses the key to `block`.
         """
         known = self._by_key.get(key)
         if known is not None:

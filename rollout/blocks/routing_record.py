@@ -32,8 +32,8 @@ class RoutingRecord:
     def __init__(
         self, *, num_blocks: int, block_size: int, num_layers: int, top_k: int, num_experts: int
     ) -> None:
-        """`top_k` is the number of experts per token, `num_experts` that of a layer without shared
-        experts."""
+        """`top_k` is the number of experts per token. `num_experts` is the number of experts in a
+        layer, not counting shared experts."""
         self.block_size = block_size
         dtype = np.uint8 if num_experts <= _MAX_IN_A_BYTE else np.int16
         self._rows_SLK = np.zeros(((num_blocks + 1) * block_size, num_layers, top_k), dtype)

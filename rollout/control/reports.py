@@ -135,10 +135,12 @@ class EngineStats(SchedulerCounts):
     """State of an engine: current requests and blocks, and totals since the engine's start.
 
     num_prompt_tokens: prompt tokens of the requests that have ended.
-    policy_staleness: histogram of the age of generated tokens when their request ended, in versions
-        since the one that sampled the token. The last bucket also counts all older tokens.
-    kv_staleness: the same for the version that wrote the token's KV. finish_reasons, *_latency,
-        num_generated_tokens, num_begun_prompt_tokens: see `rollout.engine.counters.RequestTotals`.
+    policy_staleness: histogram of the age of generated tokens when their request ended, counted in
+        versions since the version that sampled the token. The last bucket also counts all older
+        tokens.
+    kv_staleness: the same histogram, counted since the version that wrote the token's KV.
+    finish_reasons, *_latency, num_generated_tokens, num_begun_prompt_tokens: see
+        `rollout.engine.counters.RequestTotals`.
     first_token_seconds, token_seconds, request_seconds: sums of the latencies.
     ranks: resources of each rank's process.
     """

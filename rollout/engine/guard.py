@@ -1,7 +1,8 @@
 """CallGuard: lets one thread at a time call an engine, and detects calls that stopped halfway.
 
 `rollout.engine.build` and `rollout_vllm.engine` create it. Engine, StepPipeline and
-`rollout_vllm.pipeline` enter it around each call that changes state. It registers an exit handler.
+`rollout_vllm.pipeline` enter it around each call that changes state. CallGuard registers an exit
+handler.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class CallGuard:
     """Guards the calls that change the state of one engine.
 
     A call from a second thread at the same time raises EngineStateError. Signals are deferred until
-    the running call ends. If an exception stops a call halfway, every later call raises
-    EngineStateError.
+    the running call ends. If an exception stops a call halfway and is not marked as harmless, every
+    later call raises EngineStateError.
 
     While the process exits, calls of threads other than the exiting one block forever.
     """

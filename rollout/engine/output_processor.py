@@ -37,8 +37,7 @@ from rollout.version_spans import VersionSpans
 class RequestState:
     """The record of an unfinished request, and direct references to its growing values.
 
-    The values of the current segment are arrays, which take 4 bytes per token. Records that leave
-    the engine have lists instead.
+    The values of the current segment are arrays, which take 4 bytes per token.
 
     entry_time: time of entry into the first engine, by time.monotonic.
     num_unscored: the number of tokens at entry if this engine scores the prompt, else None.
@@ -184,9 +183,9 @@ class OutputProcessor:
         version: int,
         routing: NDArray[np.int16] | None = None,
     ) -> DynamicInferenceRequestRecord:
-        """Return a copy of the current record, which ends under weights `version`. `kv_spans` are
-        the versions that wrote the KV of an unfinished request; None for an ended request.
-        `routing` are the experts of an unfinished request's tokens."""
+        """Return a copy of the record as it is now. Its staleness is counted from weights
+        `version`. `kv_spans` are the versions that wrote the KV of an unfinished request; None for
+        an ended request. `routing` are the experts of an unfinished request's tokens."""
         if kv_spans is None:
             return self._ended[request_id].copy()
         copied = self._unfinished[request_id].record.copy()
@@ -196,8 +195,9 @@ class OutputProcessor:
         return copied
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
-        """Return the tokens from an offset on, for each (request id, offset). `attempts` is all 0.
-        Requests that have ended, or have no tokens from the offset on, are left out."""
+        """Return the newest tokens of each wanted request. `attempts` of the result is all 0.
+        `wanted` has (request id, offset) pairs; tokens from the offset on are returned. Requests
+        that have ended, or have no such tokens, are left out."""
         # Hundreds of requests with one new token each are read in every step. So the values that
         # all new tokens of a request share are gathered once, and NumPy repeats them per token.
         # `others` are requests whose new tokens have several versions, which are written at the
@@ -458,9 +458,9 @@ def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str,
 
 
 def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
-    """Return whether the engine must score the prompt of an unfinished request that enters it.
-    Prompt scores must be wanted. In addition the request has no generated tokens yet, or it came
-    from another engine without prompt scores."""
+    """Return whether the engine must score the prompt of an unfinished request that enters it. It
+    must if prompt scores are wanted, and if the request has no generated tokens yet or came from
+    another engine without prompt scores."""
     first = record[0]
     is_fresh = len(record.current.prompt_tokens) == len(first.prompt_tokens)
     has_none = segment_of_prompt(record.requests).prompt_log_probs is None

@@ -86,7 +86,7 @@ class FaultIsolation:
                     del self._suspects[request_id]
 
     def remove(self, request_id: int) -> None:
-        """Forget a request that has ended."""
+        """Drop a request that has ended."""
         self._suspects.pop(request_id, None)
 
 
@@ -164,7 +164,7 @@ class StepPipeline:
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
-        """Forget a request that was removed from the scheduler."""
+        """Drop a request that was removed from the scheduler."""
         self._faults.remove(request_id)
 
     def _launch(self, alone: int | None, weights_version: int) -> bool:

@@ -3,7 +3,7 @@
 Engine calls all of them, and StepPipeline calls StepExecutor. `rollout.coordinator.agent.updates`
 keeps StagedUpdates until their commit. The implementations are
 rollout.scheduling.scheduler.Scheduler, StepPipeline, Suspension and WorkerExecutor, with its
-subclasses TensorParallelExecutor and SpmdExecutor. `rollout_vllm` replaces all four.
+subclasses TensorParallelExecutor and SpmdExecutor. `rollout_vllm` has its own implementations.
 
 All methods are called from the thread that steps, unless a docstring says otherwise. Every
 implementation follows these rules, which tests/contracts/test_engine_parts.py checks:
@@ -49,8 +49,8 @@ class KVPool(Protocol):
         ...
 
     def distrust(self, version: int) -> None:
-        """Hide cached prefixes that `version` or an earlier version wrote from requests under later
-        versions. Engine calls it because the weights of `version` are not finite."""
+        """Keep requests under later versions from matching prefixes that `version` or earlier
+        versions wrote. Engine calls it if the weights of `version` are not finite."""
         ...
 
 
@@ -127,7 +127,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def violations(self) -> list[str]:
-        """Return the invariants of queue, rows and blocks that do not hold, one sentence each."""
+        """Return the violated invariants of queue, rows and blocks, one sentence each."""
         ...
 
 
@@ -168,7 +168,7 @@ class PipelineInterface(Protocol):
         ...
 
     def remove(self, request_id: int) -> None:
-        """Forget a request that was removed from the scheduler."""
+        """Drop a request that was removed from the scheduler."""
         ...
 
 

@@ -34,7 +34,8 @@ class Suspension:
     - RECOMPUTE releases the memory without a copy. Running requests return to the queue and are
       prefilled again.
 
-    `keeps_addresses` allows PERSIST alone, because another mode would move the KV cache.
+    If `keeps_addresses` is set, only PERSIST is allowed, because another mode would move the KV
+    cache.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Suspension:
         """Release those resources in `release` that are not released yet.
 
         `mode` applies to the KV cache; None means the config's mode. Weights are copied to the host
-        first, unless `discard`. Resources left over from a failed attempt are restored first: all
-        of them if `is_first`, else those in `release`. Raises ConfigError for an unknown resource
-        or mode, and for a mode that would move a KV cache whose addresses must stay. After any
-        other exception, call `resume` to restore everything, or retry.
+        first, unless `discard`. Resources that an earlier, failed attempt released are restored
+        first: all of them if `is_first`, else those in `release`.
+
+        Raises ConfigError for an unknown resource or mode, and for a mode that would move a KV
+        cache whose addresses must stay. After any other exception, call `resume` to restore
+        everything, or retry.
         """
         start = time.perf_counter()
         check_resources(release, discard=discard)

@@ -1,7 +1,7 @@
 """Requests as data: prompts, results, events, and records of their history.
 
-The names are also exported by `rollout`. Each name's module is imported at the first use of the
-name.
+Used by users, `rollout.cli` and `trainer_hooks`. Each name's module is imported at the first use of
+the name.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names

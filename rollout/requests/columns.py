@@ -31,13 +31,14 @@ Array = npt.NDArray[Any]
 class TokenColumn:
     """A value that a request has for each generated token.
 
-    field: its field in DynamicInferenceRequest.
-    run_field: its field in TokenRun and TokenRuns; "" if it is not reported while the request runs.
+    field: the column's field in DynamicInferenceRequest.
+    run_field: the column's field in TokenRun and TokenRuns; "" if the column is not reported while
+        the request runs.
     typecode: type of the `array.array` to which an engine appends; "" for a list of dictionaries
         {token id: log-prob}.
-    wanted_by: the field of SamplingParams that asks for it; "" if every request has it.
-    placeholder: a tuple with the value that stands for a missing one in a merged request; () if
-        missing values are left out.
+    wanted_by: the field of SamplingParams that asks for the column; "" if every request has it.
+    placeholder: a tuple with the substitute for missing values in a merged request; () if missing
+        values are left out.
     prompt_field: the field in DynamicInferenceRequest with the same value for prompt tokens; "" if
         there is no such field.
     """

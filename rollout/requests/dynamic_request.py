@@ -1,7 +1,7 @@
 """DynamicInferenceRequest: a request and its result, or one segment of the request.
 
 `rollout.engine.input_processor` creates it, and only OutputProcessor writes it while an engine runs
-it. DynamicInferenceRequestRecord merges a request's segments into the one that users get.
+it. DynamicInferenceRequestRecord merges a request's segments into one object, which users get.
 `rollout.apis`, `rollout.coordinator`, `rollout.serve` and `trainer_hooks` read it.
 """
 
@@ -80,7 +80,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     num_cached_tokens: prompt tokens whose KV was found in the prefix cache; None before the
         prefill. Samples forked from another sample have that sample's number.
     weights_version: the weights version under which the request entered.
-    policy_spans: the version that sampled each position; prompt positions have `weights_version`.
+    policy_spans: the version that sampled each position. Positions of the original prompt have
+        `weights_version`.
     kv_spans: the version that wrote each position's KV; later positions are not written yet.
     policy_clock, kv_clock: the current versions from which staleness is counted; None until a
         record sets them. `completed_at_version` replaces both once it is set.

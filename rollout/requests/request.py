@@ -46,10 +46,9 @@ class InferenceRequest:
     tpot: seconds from the previous token to each generated token; for the first token, from the
         request's entry.
     inference_parameters: former name of `sampling_params`, used if `sampling_params` is None.
-        *_log_probs: float32, one per token; prompt positions start at the second token. *_ranks: 1
-        + the number of tokens with a larger logit, one per log-prob; 0 if unknown.
-        *_top_n_logprobs: one dictionary {token id: log-prob} per token; None where values are
-        missing.
+    *_log_probs: float32, one per token; prompt positions start at the second token.
+    *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 if unknown.
+    *_top_n_logprobs: one dictionary {token id: log-prob} per token; None where values are missing.
     """
 
     request_id: int

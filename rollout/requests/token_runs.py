@@ -219,7 +219,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
     entry_versions: int32 [R].
     has_log_probs, has_ranks, has_top_n: uint8 [R], 1 for attempts whose tokens have values in
         `log_probs`, `ranks` and `top_n`.
-    log_probs, ranks, top_n: values of these attempts only.
+    log_probs, ranks, top_n: values of the attempts whose flag is 1.
 
     The other columns are those of TokenRun, [T].
     """

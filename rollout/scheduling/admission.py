@@ -91,9 +91,7 @@ def admit(
     request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
 ) -> Admission:
     """Return the maximum length of a well-formed request, or the reason why it can never run.
-    `num_prompt` is the number of prompt tokens. P prompt tokens and N new tokens need KV for P + N
-    - 1 positions.
-    """
+    `num_prompt` is the number of prompt tokens. The last new token needs no KV."""
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:
         return Admission(max_length=num_prompt, error=error)

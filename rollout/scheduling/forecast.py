@@ -34,8 +34,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the quantile of request `arrival`, a sample of the unit exponential distribution.
-    Quantiles are not random: those of many requests fill the distribution evenly."""
+    """Return the length draw of request number `arrival`, a value of the unit exponential
+    distribution. Draws are not random: the draws of many requests fill the distribution evenly.
+    `OutputLengthEstimator.last_blocks` derives a request's expected length from its draw."""
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
@@ -85,10 +86,10 @@ class OutputLengthEstimator:
     def last_blocks(self, current: Floats, limits: Floats, draws: Floats) -> Floats:
         """Return the output block in which each output is expected to stop.
 
-        All arrays are [num_outputs]. Results lie between `current` and `limits`. `draws` are
-        samples of the unit exponential distribution, which select the quantile of each output's
-        remaining length. Until a first output has stopped, all outputs are expected to reach their
-        limits.
+        All arrays are [num_outputs]. Results lie between `current` and `limits`. `draws` come from
+        `length_draw`, and each selects a quantile of the output's remaining length. So many outputs
+        together have the expected distribution of lengths. Until a first output has stopped, all
+        outputs are expected to reach their limits.
         """
         cumulative = self._cumulative_hazard()
         if not self._tail_hazard:

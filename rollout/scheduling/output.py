@@ -1,8 +1,8 @@
 """The scheduler's results: `schedule` returns a SchedulerOutput, `update_from_output` a StepUpdate.
 
 `rollout.scheduling.planned_step` creates them, and `rollout_vllm.pipeline` creates StepUpdates.
-StepPipeline passes plans to the executor, and the other fields to OutputProcessor and the counters.
-They are immutable, except for PrefilledPrompt.kv_spans.
+StepPipeline passes plans to the executor, and the other results to OutputProcessor and the
+counters. All results are immutable, except for PrefilledPrompt.kv_spans.
 """
 
 from __future__ import annotations

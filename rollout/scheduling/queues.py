@@ -261,9 +261,9 @@ class RunningRequests:
             step.paused.append(sequence)
 
     def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Pause the newest runnable sequences whose blocks are enough for the older, paused ones.
-        Steps in flight forbid their preemption now; the next step preempts them. Does nothing if
-        `max_paused_blocks` is above 0."""
+        """Pause the newest runnable sequences until the paused ones hold the blocks that older
+        sequences lack. Steps in flight forbid their preemption now; the next step preempts them.
+        Does nothing if `max_paused_blocks` is above 0."""
         short = [s for s in self.paused if s.num_tokens > s.writable_end]
         if self._max_paused_blocks or not short:
             return

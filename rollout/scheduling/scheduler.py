@@ -256,7 +256,7 @@ class Scheduler:
         return update
 
     def _distrust_kv_of(self, sequence: Sequence, version: int) -> None:
-        """Exclude KV from prefix matches that may have caused non-finite logits under `version`."""
+        """Exclude KV that may have caused non-finite logits under `version` from prefix matches."""
         # If all of the request's KV is of this version, later versions do not match it. If some is
         # older, the older KV may be the cause and is not matched any more.
         self._kv.distrust(version - 1 if sequence.kv_spans.min() < version else version)
@@ -402,8 +402,11 @@ class Scheduler:
 
     def _head_needs_the_step(self, num_running: int) -> bool:
         """Return whether the head of the queue gets the next step for itself. The queue is not
-        empty. Without chunked prefill it does, if its prompt fits a step, but not together with the
-        running rows. These rows wait for that step. The next such prompt waits for a later step."""
+        empty.
+
+        It does if chunked prefill is off and its prompt fits a step only without the running rows.
+        The running rows then wait for that step, and the next such prompt waits for a later step.
+        """
         if self._enable_chunked_prefill or self._was_prefill_alone:
             return False
         num_tokens = self.waiting.head.num_tokens

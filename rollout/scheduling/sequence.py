@@ -40,8 +40,7 @@ class Sequence:
     num_prompt_blocks: number of blocks that the original prompt fills.
     max_blocks: number of blocks for all tokens that may be computed.
     assumed_blocks: `max_blocks`, or fewer if the request sets no length limit.
-    length_draw: quantile of the expected output length, from `length_draw` in
-        `rollout.scheduling.forecast`.
+    length_draw: determines the expected output length; see `rollout.scheduling.forecast`.
     num_output_blocks: blocks of output that the forecast has counted.
     num_computed: positions whose KV is written.
     num_cached: positions found in the prefix index when the request began to run.

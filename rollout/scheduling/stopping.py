@@ -1,7 +1,7 @@
 """check_stop: decides whether a request ends with its newest token.
 
 `rollout.scheduling.planned_step` and `rollout_vllm.pipeline` call it.
-`rollout.engine.input_processor` creates the StopRules. It changes only the state of
+`rollout.engine.input_processor` creates the StopRules. check_stop changes only the state of
 `StopRule.stop_strings`.
 """
 
