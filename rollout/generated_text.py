@@ -274,9 +274,9 @@ def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None)
     """Set `generated_text` of a record's segments, so that `merge` joins them to the whole text.
 
     The text lacks the stop word or stop token at its end, unless `detokenize_stop_sequence` is set.
-    The tokens keep it. If the tokenizer raises, the segments get no text, and the error is added to
-    the record's events. Does nothing without a tokenizer or without sampling params, if the text is
-    already set, or if an earlier call failed.
+    The tokens include the stop. If the tokenizer raises, the segments get no text, and the error is
+    added to the record's events. Does nothing without a tokenizer or without sampling params, if
+    the text is already set, or if an earlier call failed.
     """
     segments, last = record.requests, record.current
     written = [s for s in segments if s.num_generated_tokens] or [last]

@@ -80,8 +80,8 @@ def _per_sample(
     sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
     """Return the parameters of n samples for each prompt. A given seed is mixed into one seed per
-    sample. Raises InvalidRequestError unless `sampling_params` has SamplingParams, one for all
-    prompts or one for each, and unless `n` is an integer of at least 1."""
+    sample. Raises InvalidRequestError unless `sampling_params` is one SamplingParams for all
+    prompts or a list with one for each, and unless `n` is an integer of at least 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidRequestError(f"n={n!r} must be an integer of at least 1")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -221,8 +221,8 @@ class Groups:
 
 
 class OneThread:
-    """A lock for the thread that generates. Other threads get an error instead of waiting. Steps of
-    another thread would end requests for which the first thread waits."""
+    """A lock for the thread that generates. Other threads get an error instead of waiting. Without
+    it, another thread's steps end requests for which this thread waits."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

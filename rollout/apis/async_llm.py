@@ -205,8 +205,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest control call of this object; RUNNING before a start.
-        Other clients may have changed the fleet's state since then."""
+        """The fleet's state after the latest control call of this object; RUNNING before a start,
+        STOPPED after the end. Other clients may have changed the fleet's state since then."""
         if self._end is not None:
             return EngineState.STOPPED
         client = self._client

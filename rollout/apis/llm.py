@@ -64,10 +64,10 @@ class LLM(ControlCalls):
     tokenizer: a Tokenizer, a transformers tokenizer or a `tokenizers.Tokenizer`. None uses the
         tokenizer in the model's directory. If there is no tokenizer, prompts are token ids.
     weights_version: version of the model's weights.
-    options: fields of InferenceConfig, which replace those of `inference_config`. With
-        `use_coordinator` also keywords of AsyncLLM.
+    options: fields of InferenceConfig, which replace those of `inference_config`. If
+        `use_coordinator` is set, keywords of AsyncLLM are allowed, too.
 
-    Raises ModelError, and ConfigError, which names the most similar option if an option is unknown.
+    Raises ConfigError and ModelError. For an unknown option the error names the most similar one.
 
     By default the engine is in this process and works while `generate` or `collect` runs. With
     `use_coordinator`, `data_parallel_size` engines work all the time, each in a process of its own
@@ -78,9 +78,9 @@ class LLM(ControlCalls):
     With `pg_collection`, each process of its group `tp` creates an LLM and calls the same methods,
     which return the same results on all of them: see docs/tensor_parallel.md.
 
-    Only one thread may generate. While it is in generate, submit or collect, these methods raise
-    EngineStateError in other threads. Other threads can call control methods, which take effect
-    between two steps. A weight update is verified and prepared while steps continue.
+    Only one thread may generate. While one thread is in generate, submit or collect, these methods
+    raise EngineStateError in other threads. Other threads can call control methods, which take
+    effect between two steps. A weight update is verified and prepared while steps continue.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class LLM(ControlCalls):
         the prompts, with a prompt's samples together. `progress` shows a progress bar. Requests
         with a higher `priority` run first. A request that cannot run is returned FAILED with its
         error event. Raises InvalidRequestError for a malformed prompt, before anything is queued.
-        After any later error, all of its requests are aborted.
+        After any later error, all requests of this call are aborted.
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with (

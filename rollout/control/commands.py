@@ -96,8 +96,8 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
     """A command as a message from a client to the coordinator.
 
-    command_id: number of the command, which the sender chooses. The coordinator runs a number once,
-        and answers a repeated message as before.
+    command_id: number of the command, which the sender chooses. The coordinator runs each number
+        once; a repeated message gets the earlier answer.
     deadline_s: seconds until the answer is due; None takes the coordinator's `command_deadline_s`.
 
     An engine in this process ignores `command_id` and `deadline_s`.
