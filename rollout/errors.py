@@ -59,7 +59,8 @@ class EngineStateError(RolloutError):
 
 
 class WeightUpdateError(RolloutError):
-    """A weight update was refused or rolled back. Weights and version are as before the update."""
+    """A weight update was refused or rolled back. Unless the rollback failed too, weights and
+    version are as before."""
 
 
 class ModelError(RolloutError):

@@ -154,7 +154,7 @@ class SamplingParams:
         token.
     stop_words: a string or several strings, which end the request when they occur in the generated
         text or among its tokens. They need a tokenizer, and are kept as a tuple.
-    ignore_eos: whether end tokens do not end the request.
+    ignore_eos: True lets the request continue after an end token.
     seed: the request's seed. None lets the engine derive one.
     return_log_probs: whether the log-prob of each generated token is reported.
     skip_prompt_log_probs: False also reports the log-probs of the prompt.

@@ -182,9 +182,12 @@ class KVCacheManager:
     # ---- shared prefixes
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int], version: int) -> VersionSpans:
-        """Append the cached blocks of the longest prefix of `tokens`, under weights `version`, to
-        `table`. `table` has no block yet. The match ends before the block of the last token, whose
-        logits must be computed. Returns the version that wrote each matched position."""
+        """Append to `table` the cached blocks of the longest prefix of `tokens` that weights
+        `version` may reuse.
+
+        `table` has no block yet. The match ends before the block of the last token, whose logits
+        must be computed. Returns the version that wrote each matched position.
+        """
         spans = VersionSpans()
         if not self.enable_prefix_caching:
             return spans
@@ -204,7 +207,8 @@ class KVCacheManager:
     def cache_blocks(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> None:
-        """Index the blocks that have become full since the last call, under weights `version`.
+        """Index the blocks that became full since the last call. `version` is the current weights
+        version.
 
         `spans` has the version that wrote each computed position, and `tokens` has a token for
         each. A block cannot enter the index if its predecessor is not in the index, or if another
@@ -221,8 +225,8 @@ class KVCacheManager:
     def _cache_next(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> bool:
-        """Index the first block that is not in the index. Returns False if it cannot enter the
-        index."""
+        """Index the table's first block that is not in the index. Returns False if it cannot enter
+        the index."""
         position, block_size = table.num_cached, self.block_size
         block_spans = spans.slice(position * block_size, (position + 1) * block_size)
         key_version = ANY_VERSION
