@@ -8,8 +8,8 @@
         def __post_init__(self) -> None:
             check_fields(self, ConfigError)
 
-Used by config classes, SamplingParams and command line options in `rollout` and `trainer_hooks`.
-`check_fields` writes converted values into the settings object.
+Used by config classes, SamplingParams and command line options in `rollout` and `trainer_hooks`,
+and by `rollout.wire`. `check_fields` writes converted values into the settings object.
 
 The types `bool`, Literal, enums and dataclasses are ranges by themselves. A field of another type,
 such as a number or a text, needs a type of this module, or `Annotated[kind, range]`. For a field

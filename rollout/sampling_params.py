@@ -1,8 +1,7 @@
 """SamplingParams: how the tokens of one request are sampled, stopped and reported.
 
-Users create them for `generate` and `submit`, and `rollout.serve.sampling` creates them from HTTP
-requests. `trainer_hooks`, `rollout.apis`, `rollout.coordinator` and the engine pass them on with
-each request.
+Users, `rollout.cli`, `trainer_hooks` and `rollout_verl.settings` create them, and
+`rollout.serve.sampling` creates them from HTTP requests. The engine reads them from each request.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `rollout.scheduling.scheduler`, `rollout.engine.counters`, `rollout.worker`,
 `rollout.tensor_parallel.executor` and `rollout_vllm` create the measurements.
-`rollout.control.reports` and `rollout.serve.metrics` report them. ObserverGuard is used by
-`rollout.apis.progress`, `rollout.engine.counters`, `trainer_hooks.metrics.logger` and
-`trainer_hooks.train.samples`.
+`rollout.control.reports` and `rollout.serve.metrics` report them. `rollout.config` and
+`rollout.engine.counters` use MetricsWriter. ObserverGuard is used by `rollout.apis.progress`,
+`rollout.engine.counters`, `trainer_hooks.metrics.logger` and `trainer_hooks.train.samples`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
 
-Used by user programs, `rollout.cli.serve` and `rollout.apis.fleet_runtime`, for an LLM over a
-fleet. It starts and ends the fleet's processes, and keeps a client of the coordinator.
+Used by user programs, `rollout.cli.serve`, `trainer_hooks.train`, `rollout_verl.server`, and
+`rollout.apis.fleet_runtime` for an LLM over a fleet. It starts and ends the fleet's processes, and
+keeps a client of the coordinator.
 """
 
 from __future__ import annotations

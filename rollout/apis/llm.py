@@ -1,8 +1,9 @@
 """LLM: generation and control in a few lines, on an engine in this process or on a fleet.
 
-Used by user programs, `rollout.cli`, `rollout.testing`, `rollout.apis.threaded_llm` and
-`rollout.apis.serving`. An LLM keeps the submitted groups and the HTTP server. Its runtime
-(InProcessRuntime, FleetRuntime or FollowerRuntime) has the engine or the fleet.
+Used by user programs, `rollout.cli`, `trainer_hooks.train`, `trainer_hooks.trl_rollouts`,
+`rollout.testing`, `rollout.apis.threaded_llm` and `rollout.apis.serving`. An LLM keeps the
+submitted groups and the HTTP server. Its runtime (InProcessRuntime, FleetRuntime or
+FollowerRuntime) has the engine or the fleet.
 """
 
 from __future__ import annotations

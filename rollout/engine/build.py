@@ -1,7 +1,7 @@
 """DynamicInferenceEngine: creates the parts of an engine and connects them.
 
-Used by people who step an engine by hand, `rollout.apis.engines`, `rollout.apis.spmd` and
-`rollout.cli.explain`. `rollout.cli.engine_facts` reads EngineBuild.
+Used by programs that step an engine by hand, such as benchmarks, and by `rollout.apis.engines`,
+`rollout.apis.spmd` and `rollout.cli.explain`. `rollout.cli.engine_facts` reads EngineBuild.
 """
 
 from __future__ import annotations

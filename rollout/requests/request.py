@@ -1,7 +1,8 @@
 """InferenceRequest: a prompt, its sampling parameters, and the result.
 
-It is the base of DynamicInferenceRequest, which engines return. `rollout.requests.record`,
-`rollout.engine.output_processor`, `rollout.apis.streaming` and `rollout.testing` use Status.
+DynamicInferenceRequest, which engines return, is derived from InferenceRequest.
+`rollout.requests.record`, `rollout.engine.output_processor`, `rollout.apis.streaming` and
+`rollout.testing` use Status.
 """
 
 from __future__ import annotations
