@@ -1,8 +1,7 @@
 """EngineAgent: executes the coordinator's messages on one engine. `serve` is its main loop.
 
-The agent has no socket: `serve` calls `handle` for each message, `poll` now and then, and `step`
-while the lease is valid, and sends the messages that they return through a Link. Used by
-`rollout.apis.engine_process`. It changes the state, requests and weights of its engine.
+Used by `rollout.apis.engine_process`. The agent changes the state, requests and weights of its
+engine, and returns the messages to send. `serve` sends them through a Link.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
-    """Executes messages on its engine. One thread calls all methods, except that the Link's thread
-    calls `registration` and `status`. Another thread stages weights."""
+    """Executes the coordinator's messages on one engine. One thread calls all methods, except that
+    the Link's thread calls `registration` and `status`. Another thread stages weights."""
 
     def __init__(
         self,
@@ -78,9 +77,9 @@ class EngineAgent:
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`settings`: the settings that must be equal on all engines of the fleet. `fetch`: as for
-        WeightUpdates. `clock`: returns monotonic seconds, for deadlines. Raises ConfigError if
-        `max_requests` is more than a registration can name beside as many ended requests."""
+        """`settings` must be equal on all engines of the fleet. `fetch` is passed to WeightUpdates.
+        `clock` returns monotonic seconds for deadlines. Raises ConfigError if `max_requests` is
+        more than a Register can name beside as many ended requests."""
         if max_requests > MAX_ITEMS // 2:
             raise ConfigError(
                 f"max_requests={max_requests} of an engine of a fleet must be at most "
@@ -104,18 +103,18 @@ class EngineAgent:
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has requests to step, and may run them in its state."""
+        """Whether the engine has unfinished requests, and may run them in its state."""
         is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
         return is_in_fleet and self._engine.has_unfinished_requests()
 
     @property
     def is_staging(self) -> bool:
-        """Whether weights are being staged, so that `poll` will have a result."""
+        """Whether weights are being staged. A later `poll` returns the result."""
         return self._updates.in_staging is not None
 
     @property
     def max_idle_s(self) -> float:
-        """The longest time in seconds between two calls of `poll` while there is no work."""
+        """Longest time in seconds between two calls of `poll` while there is no work."""
         return _STAGING_POLL_S if self.is_staging else _IDLE_S
 
     @property
@@ -125,12 +124,12 @@ class EngineAgent:
 
     @property
     def suspects(self) -> tuple[Attempt, ...]:
-        """The attempts in the latest step that raised; any of them may be the cause."""
+        """The attempts in the latest step that raised. Any of them may be the cause."""
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
         """Return the first message of a session: the engine's state, weights and attempts. The
-        Link's thread calls it. Keeps the id of the vote that the message names."""
+        Link's thread calls it. It keeps the command id of the vote that the message names."""
         self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
@@ -162,7 +161,7 @@ class EngineAgent:
         )
 
     def step(self) -> Sequence[Message]:
-        """Run one step of the engine. Returns progress, replies and credit. Raises the engine's
+        """Run one step of the engine, and return progress, replies and credit. Raises the engine's
         error."""
         start = time.perf_counter()
         records = self._engine.step()
@@ -174,8 +173,8 @@ class EngineAgent:
 
     def _credit(self) -> Sequence[Message]:
         """Return a Credit if the engine has room for more requests than it has granted. At most
-        `num_ahead` requests wait here; all others wait in the coordinator, for any engine. Returns
-        nothing before the engine has entered the fleet."""
+        `num_ahead` requests wait in the engine. Returns [] before the engine has entered the
+        fleet."""
         if self._entry is not None:
             return []
         ahead, requests = num_ahead(self._max_requests), self._requests
@@ -192,9 +191,9 @@ class EngineAgent:
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Execute `message`. Returns the answers, and credit. Raises ProtocolError for a message
-        that is not for an engine, and the latest error if the engine could not enter the fleet in
-        20 attempts."""
+        """Execute `message`, and return the answers and credit. Raises ProtocolError if `message`
+        is not for an engine. Raises the latest error if the engine could not enter the fleet in 20
+        attempts."""
         return [*self._handle(message), *self._credit()]
 
     def _handle(self, message: Message) -> Sequence[Message]:
@@ -217,8 +216,9 @@ class EngineAgent:
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return answers that do not come from a step, such as votes, and credit. `may_step`: a
-        step follows if there is work. Raises the latest error as `handle` does."""
+        """Return answers that do not come from a step, such as votes, and credit. `may_step` tells
+        that a step follows if there is work. Raises the latest error if the engine could not enter
+        the fleet in 20 attempts."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -233,27 +233,25 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of one that no frame can carry: the halves of a
-        Progress, or the failure of its request or command with `error`. Raises `error` for a
-        message about neither."""
+        """Return the messages to send in place of a message that no frame can carry. They are the
+        halves of a Progress, or the failure of a request or command with `error`. Raises `error`
+        for any other message."""
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:
-        """Cancel staging, and return when no other thread uses the weights."""
+        """Cancel staging, and wait until no other thread uses the weights."""
         self._updates.cancel()
         self._updates.wait_until_unused()
 
     # ---- commands
 
     def _answer(self, message: FleetCommand) -> Sequence[Message]:
-        """Run a command, once per command id and phase; a repeated one gets its first answer.
-        Returns the messages to send. The vote of a Prepare, and the answer to a Commit while there
-        is work, come later.
-
-        All progress comes before the answer, so that the coordinator knows all earlier tokens.
-        """
+        """Run a command once per command id and phase, and return the messages to send. A repeated
+        command gets its first answer. The vote of a Prepare comes later, and so does the answer to
+        a Commit while there is work."""
+        # Progress goes before the answer, so that the coordinator knows all earlier tokens.
         confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
         if answer is not None:
@@ -279,9 +277,9 @@ class EngineAgent:
         return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
-        """Return the answer to the Commit that is not answered yet, if any. `stepped`: the first
-        step after the commit has just ended. The reported stall then includes the time since the
-        commit, less the length of the step before: for example, first touches of new memory."""
+        """Return the answer to an unanswered Commit, or [] if there is none. `stepped` tells that
+        the first step after the commit has just ended. The reported stall then includes the extra
+        time of that step over the step before."""
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None
@@ -318,8 +316,8 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin to stage the update. `poll` will return the vote. Returns the vote no at once if
-        the update is illegal, and the vote no of an update that this one replaces."""
+        """Begin to stage the update. A later `poll` returns the vote. Returns a vote of no if the
+        update is illegal, and a vote of no for an update that this one replaces."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -346,8 +344,8 @@ class EngineAgent:
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
     def _cancel_update(self) -> list[Message]:
-        """Cancel staging, and wait until no other thread uses the weights. Returns the vote no if a
-        Prepare began the staging."""
+        """Cancel staging, and wait until no other thread uses the weights. Returns a vote of no if
+        a Prepare began the staging."""
         cause = self._updates.cancel()
         self._updates.wait_until_unused()
         if not isinstance(cause, Prepare):
@@ -375,12 +373,9 @@ class EngineAgent:
         return [*self._cancel_update(), *self._enter()]
 
     def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        """Enter the fleet, or begin to stage the weights that it serves. `error`: the error with
-        which staging ended, if it failed.
-
-        A failed entry is tried again: the fleet may have replaced the weights that it named, and
-        memory may be short for a while. The 20th failure in sequence is raised.
-        """
+        """Enter the fleet, or begin to stage the weights that it serves. `error` is the error with
+        which staging ended, or None. A failed entry is tried again. The 20th failure in sequence is
+        raised."""
         entry = self._entry
         assert entry is not None
         try:
@@ -389,7 +384,8 @@ class EngineAgent:
             if self._lacks_weights_of(entry):
                 return []
             self._reach(EngineState[entry.state])
-        except Exception as fault:  # memory may be short, or the publisher unreachable, for a while
+        # Memory may be short or the publisher unreachable for a while, or the weights replaced.
+        except Exception as fault:
             self._num_entry_failures += 1
             if self._num_entry_failures == _MAX_ENTRY_FAILURES:
                 raise
@@ -402,8 +398,8 @@ class EngineAgent:
         return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
 
     def _lacks_weights_of(self, entry: RegisterAck) -> bool:
-        """Commit the weights of the RegisterAck if they are staged, else begin to stage them.
-        Returns whether the engine still lacks them."""
+        """Return whether the engine still lacks the weights of the RegisterAck. Commits these
+        weights if they are staged. Otherwise begins to stage them."""
         engine = self._engine
         if entry.weights is None or entry.weights_version <= engine.weights_version:
             return False
@@ -418,7 +414,6 @@ class EngineAgent:
         return True
 
     def _reach(self, target: EngineState) -> None:
-        """Bring the engine into the fleet's state `target`."""
         engine = self._engine
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
@@ -434,11 +429,10 @@ class EngineAgent:
 def serve(agent: EngineAgent, link: Link) -> None:
     """Execute the coordinator's messages, and step while the lease is valid, until a Shutdown.
 
-    Raises a step's error after three failed steps in sequence or if it broke the engine, the latest
-    error if the engine could not enter the fleet, and RolloutError if the link ends. A request that
-    makes a step fail ends alone, and the step does not raise. A LockstepError ends the loop at
-    once, also without work. If steps raise, the Disconnect names the requests of the last one.
-    """
+    A request that makes a step fail ends alone, and the step does not raise. A step's error is
+    raised after three failed steps in sequence, or if it broke the engine. LockstepError is raised
+    at once, also without work. Raises the latest error if the engine could not enter the fleet, and
+    RolloutError if the link ends. After a failed step, the Disconnect names the step's requests."""
     num_failures = 0
     try:
         while not agent.is_shut_down:
