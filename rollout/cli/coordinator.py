@@ -1,7 +1,8 @@
 """rollout coordinator: runs a coordinator, which distributes clients' requests to engines.
 
-`rollout.cli.main` calls `run`, which runs the coordinator in this process. Engines join by `rollout
-engine`, clients by AsyncLLM.connect. `run` sets SIGINT and SIGTERM handlers and logging.
+`rollout.cli.main` calls `run`. `rollout.cli.engine` uses `address_of`. The coordinator runs in this
+process. Engines join by `rollout engine`, clients by AsyncLLM.connect. `run` sets up logging, and
+handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ _HINTS = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the address and serve until a client sends SHUTDOWN, or until SIGTERM or Ctrl-C.
-    Returns 0. words: the command's arguments. Raises UsageError for wrong arguments."""
+    """Print the address, and serve until a client sends a Shutdown, or until SIGTERM or Ctrl-C.
+    Returns 0. `words` are the command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "coordinator",
         "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"

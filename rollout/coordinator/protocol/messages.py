@@ -1,8 +1,8 @@
 """The messages between clients, the coordinator and engines.
 
 Used by `rollout.coordinator.agent`, `rollout.coordinator.client`, `rollout.coordinator.core`,
-`rollout.coordinator.net.link`, and the other modules of `rollout.coordinator.protocol`. Each message
-is sent as one msgpack array, [header, field, ...]: see docs/protocol.md.
+`rollout.coordinator.net.link`, and the other modules of `rollout.coordinator.protocol`. Each
+message is sent as one msgpack array, [header, field, ...]: see docs/protocol.md.
 
 Messages name a request by (request_id, attempt). Between client and coordinator the client chooses
 the id, and the attempt is 0. Between coordinator and engine the coordinator chooses the id, and
