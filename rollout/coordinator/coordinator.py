@@ -1,7 +1,7 @@
 """The coordinator process: receives frames from clients and engines, and sends the answers.
 
 Used by `rollout.coordinator.__main__` (the child of an AsyncLLM), `rollout.cli.coordinator`,
-`benchmarks.coordinator_fleet` and users. It owns the ROUTER socket. It writes the file
+`benchmarks.coordinator_fleet` and users. It owns the ROUTER socket, and writes the file
 `schedule_output_path` if one is given.
 """
 
@@ -52,7 +52,7 @@ _PARENT_CHECK_S = 1.0
 
 
 class Event(Protocol):
-    """Protocol of multiprocessing.Event and threading.Event."""
+    """The method of multiprocessing.Event and threading.Event that `entrypoint` calls."""
 
     def set(self) -> None: ...
 
@@ -163,7 +163,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         """Run a coordinator in this process until it ends. The arguments after `ready_event` are
         those of the constructor. `ready_event` is set once the coordinator listens. SIGTERM ends
-        the coordinator. SIGINT is ignored: the parent handles Ctrl-C."""
+        the coordinator. SIGINT is ignored, because the parent handles Ctrl-C."""
         parent_pid = os.getppid()
         coordinator = cls(pipe_connection, data_parallel_size, tokenizer, *args, **kwargs)
         coordinator._parent_pid = parent_pid
@@ -174,8 +174,8 @@ class DataParallelInferenceCoordinator:
 
     def start(self) -> None:
         """Serve until `stop`, a Shutdown command, or the end of the parent process. Then disconnect
-        all peers, and release the socket and files. A second call does nothing. Raises the
-        exception that made the coordinator fail."""
+        all peers, close the socket, and write the schedule file if there is one. A second call does
+        nothing. Raises the exception that made the coordinator fail."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -201,8 +201,8 @@ class DataParallelInferenceCoordinator:
             self._end(self._stop_reason or "the coordinator was shut down")
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
-        """Make `start` return soon. If `start` was never called, release the socket and files now.
-        Any thread and any signal handler may call it. A second call does nothing."""
+        """Make `start` return soon. If `start` was never called, close the socket now. Any thread
+        and any signal handler may call it. A second call does nothing."""
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
             self._waker.wake()
@@ -223,9 +223,9 @@ class DataParallelInferenceCoordinator:
         return ready
 
     def _now(self, planned_s: float = 0.0) -> float:
-        """Return the monotonic time in seconds. Extends all leases if this process was stopped
-        since the last call. `planned_s` is the time in seconds that this process meant to wait
-        since that call."""
+        """Return the monotonic time in seconds. If this process was stopped since the last call,
+        all leases are extended. `planned_s` is how long this process meant to wait since the last
+        call."""
         now = time.monotonic()
         asleep_s, self._awake_at = now - self._awake_at, now
         if asleep_s - planned_s > _STANDSTILL_S:
@@ -260,9 +260,9 @@ class DataParallelInferenceCoordinator:
         self._send(outgoing)
 
     def _send(self, outgoing: Outgoing) -> None:
-        """Send each peer its messages, several small messages in one frame. If no frame can carry a
-        message, the core gets it back, and the core's substitutes are sent. If a peer cannot be
-        reached, its messages are kept for the end of `_run_once`."""
+        """Send each peer its messages, several small messages in one frame. A message that no frame
+        can carry goes back to the core, and the core's answer is sent instead. Messages for an
+        unreachable peer are kept until the end of `_run_once`."""
         while outgoing:
             encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
             by_peer: dict[bytes, list[Message]] = {}
@@ -285,9 +285,9 @@ class DataParallelInferenceCoordinator:
         messages: Sequence[Message],
         encoded: dict[int, bytes | ProtocolError],
     ) -> list[tuple[Message, ProtocolError | None]]:
-        """Send one peer its messages, and return the messages that could not be sent. Each is
-        returned with its fault if no frame can carry it, or with None if the peer cannot be
-        reached. `encoded` caches frames and faults by id(message). This method adds new entries."""
+        """Send one peer its messages, and return the messages that could not be sent. A message
+        that no frame can carry is returned with its fault. A message to an unreachable peer is
+        returned with None. `encoded` caches frames and faults by id(message)."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:

@@ -63,8 +63,9 @@ FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
-    """Executes the coordinator's messages on one engine. One thread calls all methods, except that
-    the Link's thread calls `registration` and `status`. Another thread stages weights."""
+    """Executes the coordinator's messages on one engine. The engine enters the fleet once it serves
+    the fleet's weights and is in the fleet's state. One thread calls all methods, except that the
+    Link's thread calls `registration` and `status`. Another thread stages weights."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class EngineAgent:
     ) -> None:
         """`settings` must be equal on all engines of the fleet. `fetch` is passed to WeightUpdates.
         `clock` returns monotonic seconds for deadlines. Raises ConfigError if `max_requests` is
-        more than a Register can name beside as many ended requests."""
+        above half the number of attempts that one Register message can hold."""
         if max_requests > MAX_ITEMS // 2:
             raise ConfigError(
                 f"max_requests={max_requests} of an engine of a fleet must be at most "
@@ -124,12 +125,12 @@ class EngineAgent:
 
     @property
     def suspects(self) -> tuple[Attempt, ...]:
-        """The attempts in the latest step that raised. Any of them may be the cause."""
+        """The attempts in the latest step that raised. Any of them may have caused the error."""
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
         """Return the first message of a session: the engine's state, weights and attempts. The
-        Link's thread calls it. It keeps the command id of the vote that the message names."""
+        Link's thread calls it. Records which staged update the message names."""
         self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
@@ -172,9 +173,9 @@ class EngineAgent:
         return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
-        """Return a Credit if the engine has room for more requests than it has granted. At most
-        `num_ahead` requests wait in the engine. Returns [] before the engine has entered the
-        fleet."""
+        """Return a Credit if the engine has room for more requests than it has granted, else []. At
+        most `num_ahead` requests wait in the engine. Nothing is granted before the engine has
+        entered the fleet."""
         if self._entry is not None:
             return []
         ahead, requests = num_ahead(self._max_requests), self._requests
@@ -216,9 +217,9 @@ class EngineAgent:
         raise ProtocolError(f"{type(message).__name__} is no message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return answers that do not come from a step, such as votes, and credit. `may_step` tells
-        that a step follows if there is work. Raises the latest error if the engine could not enter
-        the fleet in 20 attempts."""
+        """Return answers that do not come from a step, such as votes on a Prepare, and credit.
+        `may_step` tells that a step follows if there is work. Raises the latest error if the engine
+        could not enter the fleet in 20 attempts."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -248,9 +249,9 @@ class EngineAgent:
     # ---- commands
 
     def _answer(self, message: FleetCommand) -> Sequence[Message]:
-        """Run a command once per command id and phase, and return the messages to send. A repeated
-        command gets its first answer. The vote of a Prepare comes later, and so does the answer to
-        a Commit while there is work."""
+        """Run a command, and return the messages to send. A repeated command only gets its first
+        answer again. The vote on a Prepare comes later, and so does the answer to a Commit while
+        there is work."""
         # Progress goes before the answer, so that the coordinator knows all earlier tokens.
         confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
@@ -316,8 +317,8 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin to stage the update. A later `poll` returns the vote. Returns a vote of no if the
-        update is illegal, and a vote of no for an update that this one replaces."""
+        """Begin to stage the update. A later `poll` returns the vote. Returns the vote no if the
+        update is illegal, and the vote no for an update that this one replaces."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -344,8 +345,8 @@ class EngineAgent:
         return isinstance(staging, Prepare) and staging.command_id == message.command_id
 
     def _cancel_update(self) -> list[Message]:
-        """Cancel staging, and wait until no other thread uses the weights. Returns a vote of no if
-        a Prepare began the staging."""
+        """Cancel staging, and wait until no other thread uses the weights. Returns the vote no if a
+        Prepare began the staging."""
         cause = self._updates.cancel()
         self._updates.wait_until_unused()
         if not isinstance(cause, Prepare):
@@ -429,10 +430,11 @@ class EngineAgent:
 def serve(agent: EngineAgent, link: Link) -> None:
     """Execute the coordinator's messages, and step while the lease is valid, until a Shutdown.
 
-    A request that makes a step fail ends alone, and the step does not raise. A step's error is
-    raised after three failed steps in sequence, or if it broke the engine. LockstepError is raised
-    at once, also without work. Raises the latest error if the engine could not enter the fleet, and
-    RolloutError if the link ends. After a failed step, the Disconnect names the step's requests."""
+    If a single request makes a step fail, only that request ends, and the step does not raise. A
+    step's error is raised after three failed steps in sequence, or if it broke the engine.
+    LockstepError of any call is raised at once. Raises the latest error if the engine could not
+    enter the fleet, and RolloutError if the link ends. After such an error of a step, the
+    Disconnect names its requests."""
     num_failures = 0
     try:
         while not agent.is_shut_down:

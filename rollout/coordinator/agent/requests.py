@@ -65,9 +65,11 @@ class _Running:
 
 
 class EngineRequests:
-    """The attempts of one engine, by request id. Engine and coordinator use the same request ids. A
-    reply is kept until the coordinator acknowledges it. `num_received` counts the samples assigned
-    since the engine registered. EngineAgent resets it."""
+    """The requests that the coordinator has assigned to one engine, by request id.
+
+    An attempt is one assignment of a request. The engine and the coordinator use the same request
+    ids. A reply is kept until the coordinator acknowledges it. `num_received` counts the samples
+    assigned since the engine registered. EngineAgent resets it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -79,7 +81,7 @@ class EngineRequests:
 
     @property
     def num_running(self) -> int:
-        """Number of attempts that have not ended. They wait or run in the engine."""
+        """Number of attempts that have not ended, whether they wait or run in the engine."""
         return len(self._running)
 
     def held(self) -> tuple[Attempt, ...]:

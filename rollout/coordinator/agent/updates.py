@@ -81,11 +81,11 @@ class WeightUpdates:
 
     The update is in one of three states:
     - Idle: a Prepare, or a RegisterAck that names later weights, begins staging.
-    - Staging: steps go on. Staging ends with a vote of yes, or with a vote of no after an error, a
+    - Staging: steps go on. Staging ends with the vote yes, or with the vote no after an error, a
       deadline or a cancellation. A Rollback, another Prepare, another session, a suspend, a resume
       and the engine's end cancel staging.
-    - Staged: a Commit puts the weights in place between two steps. The weights are dropped by a
-      Rollback, another Prepare, or a session whose registration did not name the vote."""
+    - Staged: a Commit puts the weights in place between two steps. A Rollback or another Prepare drops
+      the weights. So does a new session whose Register message did not name the vote."""
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
         """`fetch` returns the tensors of a source, which must not change afterwards. Several
@@ -161,7 +161,7 @@ class WeightUpdates:
         return cause
 
     def wait_until_unused(self) -> None:
-        """Wait until no thread stages weights, which reads the model. Call `cancel` first."""
+        """Wait until no thread stages weights. Staging reads the model. Call `cancel` first."""
         with self._lock:
             pass
 

@@ -155,8 +155,8 @@ class InferenceClient(ClientControlCalls):
     Control calls are plain functions that return futures, so that commands are sent in the order of
     the calls. A future may be ignored. Requests and commands raise ClientStateError before `start`,
     after `stop`, and in another event loop. Once the coordinator is lost, calls and pending futures
-    fail with CoordinatorLostError. A blocked event loop does not end the session, which a thread
-    keeps."""
+    fail with CoordinatorLostError. A thread of the client keeps the session, so the event loop may
+    block."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""RequestFuture and RequestStream: a submitted request's record, and its tokens before that.
+"""RequestFuture and RequestStream: await a request's record, or iterate over its tokens first.
 
 Made by the other modules of `rollout.coordinator.client`, and by `rollout.apis.threaded_llm` for
-engines of its own process. `rollout.apis.async_llm`, `rollout.serve` and users await the futures
-and iterate over the streams.
+engines of its own process. Used by `rollout.apis.async_llm`, `rollout.apis.fleet_runtime`,
+`rollout.apis.streaming`, `rollout.serve` and users.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class Operation:
 
     def complete(self, now: float) -> None:
         """End the command after the last answer of its members. The outcome is the first refusal.
-        If no engine refused, the outcome is the fleet's state with the engines' results by rank."""
+        If no engine refused, the outcome has the fleet's state and weights, and the engines'
+        results by rank."""
         # Ranks are strings, as keys of a message's map must be.
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
@@ -105,7 +106,7 @@ class Operation:
         }
 
     def timed_out(self, now: float) -> None:
-        """Fail the command, whose deadline has passed before the last answer."""
+        """Fail the command, because its deadline has passed before the last answer."""
         self.end_unanswered(now, "give the command again")
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
@@ -121,8 +122,8 @@ class Operation:
             self.complete(now)
 
     def lost(self, engine: EngineSession, now: float) -> None:
-        """Remove an engine that has left the fleet from the members. Completes the command if no
-        other member's answer is missing."""
+        """Remove an engine from the members after it has left the fleet. Completes the command if
+        this engine's answer was the last one missing."""
         if self.members.get(engine.engine_id) is not engine:
             return
         del self.members[engine.engine_id]
@@ -450,9 +451,9 @@ class CommandQueue:
     # ---- input
 
     def submit(self, client: ClientSession, message: ControlMessage[Any], now: float) -> None:
-        """Queue a command, or begin it at once if it is a Stats command. A repeated command gets
-        its answer again if it has been answered. A command is refused if more than
-        `max_queued_commands` wait or run."""
+        """Queue a command, or begin it at once if it is a Stats command. A repeated command is not
+        run again, and gets its answer again if it has been answered. A command is refused if more
+        than `max_queued_commands` wait or run."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
             answer = client.answers[message.command_id]
@@ -526,7 +527,8 @@ class CommandQueue:
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
-        """Send an answer that no frame can carry again, without the engines' results."""
+        """Send an answer without the engines' results, because no frame can carry the full
+        answer."""
         answer = client.answers.get(command_id)
         if not isinstance(answer, Ack) or answer.result is None:
             return

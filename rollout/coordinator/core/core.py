@@ -73,9 +73,9 @@ class CoordinatorCore:
         recorder: ScheduleRecorder | None = None,
         refused: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`block_size_tokens` is the size of the blocks by which prompts are routed; None ignores
-        prefixes. `deterministic_mode` admits engines once all have registered, with ranks in the
-        order of their ids. `refused` returns the number of refused connections by reason."""
+        """`block_size_tokens` is the size of the blocks by which prompts are routed, or None to
+        ignore prefixes. `deterministic_mode` admits engines once all have registered, with ranks in
+        the order of their ids. `refused` returns the number of refused connections by reason."""
         self._context = context = Context(
             coordinator_id, limits or CoordinatorLimits(), refused=refused
         )
@@ -188,9 +188,9 @@ class CoordinatorCore:
         """Handle a message that could not be sent, and return the messages to send.
 
         `fault` says why no frame can carry the message, or is None if the peer cannot be reached.
-        Requests in a message that no frame can carry fail. A command's answer is then sent without
-        the engines' results. An unreachable engine is removed. A client gets an undelivered message
-        again with its next heartbeat."""
+        If no frame can carry the message, its requests fail, and a command's answer is sent without
+        the engines' results. An unreachable engine is removed. An unreachable client gets the
+        message again with its next heartbeat."""
         self.counters.num_undelivered += 1
         session = self._context.sessions.get(identity)
         if fault is not None:

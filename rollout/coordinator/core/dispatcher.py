@@ -78,8 +78,8 @@ class Dispatcher:
     engine grants room as credit. All samples of a group go to one engine, even if it has room for
     only one.
 
-    A request has one last chance if the failure of one more engine makes it fail. Such requests
-    wait in a queue of their own. Each engine gets only one of them at a time, so that its next
+    A request is on its last chance if it fails with the next failure of an engine. Such requests
+    wait in a queue of their own. Each engine gets one of them at a time, so that an engine's
     failure shows which request causes it."""
 
     def __init__(
@@ -91,8 +91,8 @@ class Dispatcher:
         block_size_tokens: int | None,
         recorder: ScheduleRecorder | None,
     ) -> None:
-        """`block_size_tokens` is the size of the blocks by which prompts are routed; None ignores
-        prefixes."""
+        """`block_size_tokens` is the size of the blocks by which prompts are routed, or None to
+        ignore prefixes."""
         self._context, self._table = context, table
         self._policy, self._recorder = policy, recorder
         self.block_size_tokens = block_size_tokens
@@ -185,8 +185,8 @@ class Dispatcher:
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Assign the attempts in `running` to a registering engine again, if they still wait.
-        Attempts whose requests have ended or were assigned again are skipped."""
+        """Give a registering engine back the attempts in `running`. Attempts whose requests have
+        ended or were assigned again are skipped."""
         for held in running:
             request = self._table.requests.get(held.request_id)
             if (
@@ -212,7 +212,7 @@ class Dispatcher:
     # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
-        """Return the ids of groups with waiting requests. Groups of requests with one last chance
+        """Return the ids of groups with waiting requests. Groups of requests on their last chance
         come last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
@@ -268,9 +268,9 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        They are the requests that have reported tokens since they were assigned, and the requests
-        that the engine may have begun. The engine begins requests by priority, then by arrival, and
-        reports as `num_waiting` how many have not begun. At least one request without new tokens is
+        These are requests that have reported tokens since they were assigned, and requests that the
+        engine may have begun. The engine begins requests by priority, then by arrival. Its latest
+        `num_waiting` says how many have not begun. At least one request without new tokens is
         returned if there is any."""
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]

@@ -37,9 +37,11 @@ from rollout.wire import Message
 
 
 class RequestLifecycle:
-    """Accepts, answers and removes requests. Each request is accepted once. Messages of an engine
-    about an attempt count only while the attempt is the request's latest one and is assigned to
-    that engine. A reply is kept until the client acknowledges it."""
+    """Accepts, answers and removes requests. Each request is accepted once.
+
+    An attempt is one assignment of a request to an engine. An engine's message counts only if it
+    names the request's latest attempt, and the request is assigned to that engine. A reply is kept
+    until the client acknowledges it."""
 
     def __init__(self, context: Context, table: RequestTable, dispatcher: Dispatcher) -> None:
         self._context, self._table, self._dispatcher = context, table, dispatcher
@@ -171,8 +173,8 @@ class RequestLifecycle:
     # ---- failed engines
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue the requests of an engine that has left. A request that was being aborted fails. So
-        does a request with which `max_lost_attempts` engines have failed."""
+        """Queue the requests of an engine that has left. A request fails instead if it was being
+        aborted, or if `max_lost_attempts` engines have failed while they ran it."""
         # Other requests were assigned, answered or removed meanwhile.
         waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
@@ -220,7 +222,8 @@ class RequestLifecycle:
         self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
-        """Ask the request's engine to abort it. A request without an engine fails at once."""
+        """Ask the request's engine to abort the request. A request without an engine fails at
+        once."""
         if request.is_waiting:
             self.fail(request, error)
         elif request.engine is not None and request.abort_error is None:

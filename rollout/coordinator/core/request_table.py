@@ -180,14 +180,14 @@ class EngineSession:
 
     Only its own methods change it.
     session: number of this registration, which the engine's Credit messages repeat.
-    max_held: most requests that the engine holds.
+    max_held: most requests that are assigned to the engine at a time.
     num_granted: requests that the engine accepts, counted since it registered.
     num_assigned: requests that were sent to the engine, counted since it registered.
     last_seen: time of the engine's last frame.
     progress_at: time when the engine's step count last rose, or when it last had no work.
     requests: requests assigned to the engine, oldest first.
     last_chance_id: id of a request that fails if this engine fails. An engine has at most one.
-    expected: state and weights version that the RegisterAck told the engine.
+    expected: state and weights version that the RegisterAck named.
     num_awaited: number of commands that wait for the engine's answer.
     acknowledged: attempts whose replies have arrived, until `take_queued`.
     aborted: attempts to abort, until `take_queued`."""
@@ -223,8 +223,8 @@ class EngineSession:
         self.progress_at += seconds
 
     def report(self, status: EngineStatus, now: float) -> None:
-        """Keep the status of a heartbeat. Takes the weights version from it until the engine is
-        ready."""
+        """Keep the status of a heartbeat. Until the engine is ready, also keep its weights
+        version."""
         before, self.status = self.status, status
         has_stepped = before is None or status.num_steps != before.num_steps
         if has_stepped or not self.is_stepping or not self.is_ready:
@@ -248,7 +248,8 @@ class EngineSession:
         self.num_awaited += 1
 
     def end_command(self, now: float) -> None:
-        """Uncount a command of `begin_command`. The time without a step counts from `now`."""
+        """Undo `begin_command` after the engine's answer. The time without a step counts from
+        `now`."""
         self.num_awaited -= 1
         self.progress_at = now
 
@@ -272,7 +273,7 @@ class EngineSession:
         self.requests[request.server_id] = request
 
     def withdraw(self) -> None:
-        """Uncount an assignment that was not sent."""
+        """Undo the count of `assign` for a request that was not sent."""
         self.num_assigned -= 1
 
     def remove(self, request: Request) -> None:
@@ -338,7 +339,7 @@ Session = ClientSession | EngineSession
 
 
 class TokenGapError(ProtocolError):
-    """A run of tokens begins after the last known token."""
+    """Tokens between the known tokens and a new run are missing."""
 
 
 class TokenLog:
@@ -412,20 +413,20 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sample of a client. It first waits, then has an `engine`, and has ended once it has a
-    `reply`.
+    """One sample of a client. It waits, then has an `engine`, and has ended once it has a `reply`.
 
     server_id: id in messages to engines.
     client_request_id: id in messages to the client.
     num_tokens: most prompt and new tokens that the request can have.
-    attempt: number of the latest assignment; -1 before the first.
+    attempt: number of the latest assignment to an engine; -1 before the first.
     last_engine_id: engine of the latest assignment.
     num_known: number of tokens that were reported before the latest assignment.
-    lost_attempts: attempts whose engine failed, perhaps because of this request. Progress clears
+    lost_attempts: attempts whose engine failed, perhaps because of this request. New tokens clear
         it.
-    abort_error: error of the reply once the request is being aborted. A reply with a record has no
-        such error.
-    is_overdue: whether the deadline passed. A failed reply then has `abort_error` as its error."""
+    abort_error: error of the abort; None unless the request is being aborted. The reply has this
+        error if the engine sends no reply.
+    is_overdue: whether the deadline has passed. A failed reply then has `abort_error` as its
+        error."""
 
     server_id: int
     client: ClientSession
@@ -450,7 +451,7 @@ class Request:
         return self.server_id in self.group.waiting
 
     def current_attempt(self) -> Attempt:
-        """Return the latest attempt under its id at engines."""
+        """Return the latest attempt, named by `server_id` as in messages to engines."""
         return Attempt(request_id=self.server_id, attempt=self.attempt)
 
 
@@ -535,7 +536,8 @@ class RequestTable:
         request.client.count_kept_bytes(-_kept_bytes(request.reply))
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
-        """Add new tokens to the request's log. Returns and raises what TokenLog.append does."""
+        """Add new tokens to the request's log. The result and the errors are those of
+        TokenLog.append."""
         before = request.log.num_bytes
         new = request.log.append(run)
         self.num_log_bytes += request.log.num_bytes - before

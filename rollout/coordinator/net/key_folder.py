@@ -35,8 +35,8 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
     `peers`.
 
     An existing folder keeps its coordinator's pair and its peers. Raises ConfigError before
-    anything is written if a peer has keys already, or if its name cannot name a folder. Raises
-    ConfigError if a file cannot be written."""
+    anything is written if a peer has keys already, or if a peer's name cannot be the name of a
+    folder. Raises ConfigError if a file cannot be written."""
     root = Path(folder)
     for peer in peers:
         if not _NAME.fullmatch(peer) or peer in (_COORDINATOR, _ALLOWED):

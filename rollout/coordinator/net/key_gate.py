@@ -69,8 +69,8 @@ class KeyGate:
     context.
 
     libzmq asks the gate about each connection (ZAP, rfc.zeromq.org/spec/27) before it receives a
-    frame. The socket's monitor reports repeated frames, and handshakes that fail before that
-    question. The first 64 unknown keys are logged once each, and so is each kind of other fault."""
+    frame. The socket's monitor reports repeated frames, and handshakes that fail earlier. The first
+    64 unknown keys are logged once each, and so is each kind of other fault."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Used by `rollout.coordinator.client.inference_client` for clients, and by
 `rollout.apis.engine_process` and `rollout.coordinator.agent.agent` for engines. A link owns a
-ZeroMQ context, a socket and a thread. The thread that uses the link is called its owner's.
+ZeroMQ context, a socket and a thread. The thread that uses the link is called the owner's thread.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class Inbox:
 
     def take_all(self, timeout_s: float) -> list[Message]:
         """Return the received messages, after waiting up to `timeout_s` seconds for the first one.
-        Returns [] if no message came. A list has messages of one session only. The session's first
-        message comes first in a list. Raises `end` once the inbox is closed and empty."""
+        Returns [] if no message came. All messages of a list belong to one session. A session's
+        first message comes first in its list. Raises `end` once the inbox is closed and empty."""
         with self._changed:
             if timeout_s > 0.0:
                 self._changed.wait_for(lambda: self.has_news, timeout_s)
@@ -223,7 +223,7 @@ class Outbox:
                         self._sent.append(self._waiting.popleft())
 
     def confirm(self, num_sent: int) -> None:
-        """Drop the first `num_sent` of all frames ever sent, which have arrived."""
+        """Drop the first `num_sent` of all frames ever sent, because these frames have arrived."""
         with self._lock:
             while self._num_confirmed < num_sent:
                 self._sent.popleft()
@@ -268,8 +268,8 @@ class Link:
     owner's thread, which may be in a step.
 
     Messages wait while there is no session. After the next handshake the link repeats messages that
-    may have been lost with the connection: some arrive twice, none is missing. An engine must call
-    `receive` now and then, because the link reads nothing while its inbox is full.
+    may have been lost with the connection. So a message may arrive twice, but none is lost. An
+    engine must call `receive` now and then, because the link reads nothing while its inbox is full.
 
     The link ends with CoordinatorLostError if the coordinator disconnects, if another coordinator
     is at its address, or if it was unreachable for `give_up_s` seconds. A client's link ends
@@ -364,8 +364,8 @@ class Link:
         A ConnectAck or RegisterAck always comes first in a list. Clients also get EngineReply,
         EngineReplyPartial, Ack and Nack. Engines also get AssignRequest, AbortRequest, ReplyAck,
         commands, Prepare, Commit and Rollback. The link handles all other messages. A malformed
-        message becomes the failures of the requests or the command that it names: an EngineReply
-        each, or a Nack.
+        message is replaced by an EngineReply for each request that it names, or by a Nack for the
+        command that it names.
 
         Once the link has ended and all messages have been returned, raises CoordinatorLostError,
         LinkClosedError, or another RolloutError if the link failed."""
@@ -375,8 +375,8 @@ class Link:
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` returns or raises something now. If not, `on_news` is called once it
-        does."""
+        """Whether `receive` returns or raises something now. `on_news` is called when this becomes
+        True."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:

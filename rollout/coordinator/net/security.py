@@ -98,9 +98,9 @@ def _require_key(key: bytes) -> None:
 
 
 def create_key_files(folder: str | Path, name: str) -> None:
-    """Create a key pair in two files of zmq.auth's format. `name.key` holds the public key,
-    `name.key_secret` both keys. Only this user can read the latter. Raises ConfigError if a file
-    exists or cannot be written."""
+    """Create a key pair in two files of zmq.auth's format. `name.key` holds the public key, and
+    `name.key_secret` both keys. Only this user can read `name.key_secret`. Raises ConfigError if a
+    file exists or cannot be written."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     text = f'metadata\ncurve\n    public-key = "{public}"\n'
     files = (

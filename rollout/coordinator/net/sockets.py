@@ -33,7 +33,7 @@ from rollout.errors import ConfigError, ProtocolError
 
 class SelfPipe:
     """A pair of sockets that ends a poller's wait from another thread or a signal handler. Register
-    `descriptor` with the poller. It is readable after `wake` until the next `drain`."""
+    `descriptor` with the poller. The descriptor is readable after `wake` until the next `drain`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -71,7 +71,7 @@ _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """At least one frame that waits for a slow peer, each with its number of messages."""
+    """Frames that wait for a slow peer, at least one, each with its number of messages."""
 
     frames: deque[tuple[bytes, int]] = field(default_factory=deque)
     num_messages: int = 0
@@ -145,9 +145,9 @@ class RouterSocket:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames`. A
-        Batch is split into its frames, and yielded whole even beyond `max_frames`. An unreadable
-        Batch or a ZeroMQ message of several parts yields one empty frame."""
+        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames`. All
+        frames of a Batch are yielded, even beyond `max_frames`. An unreadable Batch or a ZeroMQ
+        message of several parts yields one empty frame."""
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
             try:

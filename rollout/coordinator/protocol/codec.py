@@ -121,9 +121,9 @@ def require_valid(message: Message) -> None:
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
-    """Return the message in `frame`, which must not be a Batch. Its arrays are read-only. Raises
-    ProtocolVersionError for a Connect or Register of another version. Raises ProtocolError for all
-    other malformed bytes."""
+    """Return the message in `frame`, which must not be a Batch. The message's arrays are read-only.
+    Raises ProtocolVersionError for a Connect or Register of another version. Raises ProtocolError
+    for all other malformed bytes."""
     if len(frame) > max_bytes:
         raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
     # A message has fewer than 16 fields, and a header is below 128: one byte each.
@@ -166,9 +166,9 @@ def _describe(cls: type[Message], fault: str) -> str:
 def failures_of(
     frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
 ) -> Sequence[EngineReply | Nack]:
-    """Return answers with the error `fault` to a malformed frame. They are an EngineReply for each
-    request that the frame names, or a Nack for its command. Returns () if the frame names neither,
-    or if its message type is not in `accepted`."""
+    """Return answers with the error `fault` to a malformed frame. The answers are an EngineReply
+    for each request that the frame names, or a Nack for the command that it names. Returns () if
+    the frame names neither, or if its message type is not in `accepted`."""
     decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
     if decoder is None or decoder.type not in accepted:
         return ()
@@ -208,7 +208,7 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 def batched(
     frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Sequence[tuple[bytes, int]]:
-    """Join small frames to Batches, in order. Returns (frame, number of messages) pairs."""
+    """Join small frames into Batches, in order. Returns (frame, number of messages) pairs."""
     if len(frames) == 1:
         return [(frames[0], 1)]
     together: list[tuple[bytes, int]] = []

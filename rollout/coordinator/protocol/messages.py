@@ -94,7 +94,7 @@ Settings = Annotated[Mapping[Name, Name], Meta(max_length=1024)]
 
 
 class Attempt(WireData, frozen=True, kw_only=True):
-    """One assignment of one request. The largest number is the current attempt."""
+    """One assignment of one request. The attempt with the largest number is the current one."""
 
     request_id: Count
     attempt: Count = 0
@@ -103,9 +103,9 @@ class Attempt(WireData, frozen=True, kw_only=True):
 class Sample(WireData, frozen=True, kw_only=True):
     """One request of a group.
 
-    sampling_params: packed by `pack_params`. The coordinator does not read them.
-    seed: seed that the client chose. None for the seed in `sampling_params`, or else for a seed
-        that the engine derives.
+    sampling_params: packed by `pack_params`. The coordinator reads only the token limits in them.
+    seed: seed that the client chose. None takes the seed in `sampling_params`. If that has none,
+        the engine derives a seed.
     resumed: all tokens of earlier attempts, from offset 0; None for a new request."""
 
     request_id: Count
@@ -196,7 +196,7 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     state: name of the fleet's state.
     lease_s: seconds of silence after which the coordinator ends the session.
     heartbeat_s: seconds between two heartbeats.
-    answer_grace_s: seconds after its deadline in which a request or command may still be answered.
+    answer_grace_s: seconds after the deadline of a request or command in which an answer may come.
     max_requests, max_request_bytes: limits of one client's unfinished requests.
     is_resumed: whether the coordinator still knows the client and its requests."""
 
@@ -237,15 +237,15 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
 
 
 class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
-    """Coordinator -> engine: the engine is accepted, and must reach this state.
+    """Coordinator -> engine: the engine is accepted.
 
-    state: name of the state to enter before the engine gets work.
+    state: name of the state that the engine must enter before it gets work.
     lease_s: seconds without an answered heartbeat after which the engine stops stepping.
     heartbeat_s: seconds between two heartbeats.
     report_interval_tokens: most tokens of a request between two Progress messages.
-    weights: where to fetch the weights of `weights_version`; None if the engine has them, or if it
-        waits for a push because no copy is kept.
-    keep: attempts that the engine keeps. It drops all others.
+    weights: where to fetch the weights of `weights_version`; None if the engine has these weights,
+        or must wait for a push because no copy is kept.
+    keep: attempts that the engine keeps. The engine drops all other attempts.
     session: number of this registration, which the engine's Credit messages repeat.
     base_weights: full weights below `weights` if that is an adapter; None for the engines' initial
         weights."""
@@ -350,8 +350,7 @@ class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=83):
-    """Engine -> coordinator: new tokens of many attempts, since the last Progress about each of
-    them."""
+    """Engine -> coordinator: tokens of many attempts that were not reported before."""
 
     runs: TokenRuns
 
@@ -359,7 +358,7 @@ class Progress(Message, frozen=True, kw_only=True, tag=83):
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """Engine -> coordinator -> client: the end of a request.
 
-    The sender keeps it until ReplyAck. The coordinator's refusal of a submission is not kept.
+    The sender keeps the reply until it gets a ReplyAck. A refusal of a submission is not kept.
     record: packed by `pack_record`; None if there is only an `error`.
     is_failed: whether the request's status is FAILED."""
 
@@ -410,9 +409,9 @@ class Ack(Message, frozen=True, kw_only=True, tag=70):
 
 
 class Nack(Message, frozen=True, kw_only=True, tag=71):
-    """The command `command_id` was refused or failed with `error`. In answer to a Prepare: the vote
-    no. If `command_id` is None, the peer is refused or no longer known. It must connect or register
-    again."""
+    """The command `command_id` was refused or failed with `error`. As the answer to a Prepare, a
+    Nack is the vote no. If `command_id` is None, the peer is refused or no longer known, and must
+    connect or register again."""
 
     command_id: Count | None
     error: WireError
@@ -435,8 +434,8 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
     in_flight: bool = False
 
     def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
-        """Return one report with the fleet's version and checksum. Its bytes and times are the
-        largest of any engine."""
+        """Return one report with the fleet's version and checksum. The report's bytes and times are
+        the largest of any engine."""
         reports = results.by_rank.values()
         return WeightUpdateReport(
             version=results.weights_version,
@@ -459,8 +458,8 @@ class Prepare(Message, frozen=True, kw_only=True, tag=78):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=79):
-    """Coordinator -> engine: serve the weights of the Prepare `command_id`. Answered by Ack. All
-    engines have voted yes."""
+    """Coordinator -> engine: serve the weights of the Prepare `command_id`. Answered by Ack. The
+    coordinator sends it after all engines have voted yes."""
 
     command_id: Count
     version: Version

@@ -1,8 +1,8 @@
-"""Functions that pack sampling params and records to bytes, which the coordinator only forwards.
+"""Functions that convert sampling params and records to bytes of messages, and back.
 
 Used by `rollout.coordinator.agent.requests` for engines. For clients, used by
-`rollout.coordinator.client.submission` and `rollout.coordinator.client.pending_requests`. Packed
-and unpacked params are cached.
+`rollout.coordinator.client.submission` and `rollout.coordinator.client.pending_requests`. The
+coordinator forwards these bytes, and reads only token limits. Converted params are cached.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class RoutingPolicy(Protocol):
 
     Ranks are small integers. `hashes` is compute_block_hashes_batched of the prompt, or [] for a
     prompt shorter than one block. The same calls must give the same choices. The coordinator waits
-    for each call, so no method may block, or take longer the more requests it has seen."""
+    for each call, so no method may block, or become slower with the number of requests it has
+    seen."""
 
     def rank_joined(self, rank: int) -> None:
         """Add a rank that accepts requests from now on. It has no cached block and no request."""
@@ -71,8 +72,9 @@ class LongestPrefixPolicy(RoundRobinPolicy):
     """Chooses the rank that was assigned the longest prefix of the prompt.
 
     The latest such rank is chosen if there are several. Ranks are chosen in turn if no rank has a
-    prefix, or if the rank that has it has no room. The policy remembers at most `max_rows` pairs of
-    block and rank. It ignores load: requests that share only their first block go to one rank."""
+    prefix, or if the rank with the prefix has no room. The policy remembers at most `max_rows`
+    pairs of block and rank. Load does not matter, so requests that share only their first block go
+    to one rank."""
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
         super().__init__()
@@ -111,13 +113,14 @@ class FirstPrefixBlockPolicy(LongestPrefixPolicy):
 
 
 class LoadBalancedPolicy(LongestPrefixPolicy):
-    """Chooses the rank with the longest prefix of the prompt, unless its load exceeds a bound.
+    """Chooses the rank with the longest prefix of the prompt, unless the rank's load exceeds a
+    bound.
 
     Above the bound, or without such a rank, it chooses the rank with the least load. The rank
     assigned last is chosen if several have the least load. The load is the number of outstanding
     tokens or requests, by `load_unit`. The bound is `max_imbalance` times the least load, plus the
     load of the new samples. Prompts that share only a template spread over the ranks. Prompts that
-    share more go where their blocks are."""
+    share more go to the rank that was assigned their blocks."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""PrefixOwnership: which ranks were assigned each prompt block, in bounded memory.
+"""PrefixOwnership: remembers which ranks were assigned which prompt blocks, in bounded memory.
 
 Used by `rollout.coordinator.routing.policies`. A rank that owns a block may have evicted it, or not
-have computed it yet. A wrong owner costs a prefill, never a wrong token, because an engine finds
-its cached blocks by its own keys.
+have computed it yet. The rank then computes the block. Tokens are right in any case, because an
+engine finds its cached blocks by its own keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PrefixOwnership:
     takes amortized constant time.
 
     Removing a rank leaves its rows behind as dead rows. A dead row is removed when a lookup finds
-    it, when it is the oldest, or when its block has many of them."""
+    it, when it is the oldest row, or when its block has many dead rows."""
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
         self.max_rows = max_rows
