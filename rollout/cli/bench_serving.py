@@ -55,13 +55,12 @@ class ServingLoad(BenchLoad):
     max_token_id: prompts are random ids from 1 to this one.
 
     url: URL of an OpenAI-compatible server, such as http://127.0.0.1:8000.
-    model: name of the model. None: the first model that the server lists.
+    model: name of the model. None takes the first model that the server lists.
     api_key: bearer token; better in the variable ROLLOUT_API_KEY.
     concurrency: most requests at once.
-    rate: mean number of requests started per second, at random times. None: a request starts
+    rate: mean number of requests started per second, at random times. None starts a request
         whenever another one ends.
-    timeout_s: most seconds of one request.
-    """
+    timeout_s: most seconds of one request."""
 
     url: Name
     model: Name | None = None

@@ -46,9 +46,9 @@ _KINDS: Kinds = fields_of(JoinKeywords)
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the engine until the coordinator shuts it down. Returns 0. SIGTERM raises SystemExit: the
-    engine disconnects, and other engines continue its requests. `words` are the command's
-    arguments. Raises UsageError for wrong arguments."""
+    """Run the engine until the coordinator shuts it down. Returns 0. SIGTERM raises SystemExit,
+    which disconnects the engine. Other engines then continue its requests. `words` are the
+    command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",
@@ -103,8 +103,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def joined_address(join: str) -> str:
-    """Return the full address for --join: tcp://HOST:PORT, ipc://PATH, or a port on loopback.
-    Raises UsageError for other text."""
+    """Return the address of --join, which is tcp://HOST:PORT, ipc://PATH, or a port on loopback. A
+    port becomes a tcp:// address. Raises UsageError for other text."""
     if join.startswith("ipc://"):
         return join
     try:

@@ -1,7 +1,7 @@
 """rollout generate: completes prompts of a file or of stdin, as JSON lines.
 
-`rollout.cli.main` calls `run`. The engine is in this process, or a fleet if a setting needs one.
-Samples go to stdout or the --output file, and the summary to stderr.
+`rollout.cli.main` calls `run`. It makes an engine in this process, or a fleet if a setting needs
+one. Samples go to stdout or the --output file, and the summary to stderr.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ ABOUT_PACKAGES = {  # their help texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of the line `arguments`, or of sys.argv if None, and return its exit code.
+    """Run the command line `arguments`, or sys.argv if None, and return its exit code.
 
     An error is printed to stderr as one line, or as a JSON object with `--json`. The exit code is 2
     for a wrong command line, config or request, and 1 for another RolloutError or OSError. An

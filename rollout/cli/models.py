@@ -22,17 +22,17 @@ from rollout.models.checkpoints.smollm2 import model_directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetKeywords:
-    """The keywords of AsyncLLM that a command line can give. Their values are checked there.
+    """The keywords of AsyncLLM that a command line can give. AsyncLLM checks their values.
 
     data_parallel_size: number of engines, each in a process of its own.
-    spawn: number of engines to start here; others join by `rollout engine`. None: all.
-    coordinator_host: host at which the coordinator listens. None: a socket of this user.
+    spawn: number of engines to start here, while others join by `rollout engine`. None starts all.
+    coordinator_host: host at which the coordinator listens. None makes a socket of this user.
     coordinator_port: port at which the coordinator listens.
     coordinator_options: further arguments of the coordinator, as JSON.
     max_engine_restarts: how often in a row a failed engine is started again.
     start_timeout_s: most seconds that a process takes to start.
-    weight_transport: how weights reach the engines; see docs/weight_transports.md. None: shared.
-    """
+    weight_transport: how weights reach the engines; see docs/weight_transports.md. None means
+        shared."""
 
     data_parallel_size: int = 1
     spawn: int | None = None

@@ -45,10 +45,10 @@ def read_prompts(
 ) -> Iterator[PromptLine]:
     """Yield one prompt for each line that is not blank.
 
-    All lines are JSON objects if the first such line begins with "{". Otherwise each line is the
-    text of a prompt. `apply_chat_template` renders `messages` as a prompt. `source` names the file
-    in error messages. Raises UsageError, naming the line, for a line that is not UTF-8 or has no
-    valid prompt."""
+    All lines are JSON objects if the first of these lines begins with "{". Otherwise each line is
+    the text of a prompt. `apply_chat_template` renders `messages` as a prompt. `source` names the
+    file in error messages. Raises UsageError, naming the line, for a line that is not UTF-8 or has
+    no valid prompt."""
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
         where = f"{source}, line {number}"
@@ -113,8 +113,8 @@ def sample_row(
     request: requests.DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
-    """Return the JSON object of one sample. `index` is the number of the prompt, and `sample` the
-    number of the sample of that prompt, both from 0."""
+    """Return the JSON object of one sample. `index` numbers the prompts from 0, and `sample`
+    numbers the samples of the prompt from 0."""
     row: dict[str, Any] = {
         "prompt": line.prompt,
         **line.columns,

@@ -45,9 +45,8 @@ class TopSettings:
     """What `rollout top` shows, and how often.
 
     interval_s: seconds between two snapshots of a coordinator.
-    count: number of snapshots. None: until Ctrl-C.
-    api_key: key of the server; better in the variable ROLLOUT_API_KEY.
-    """
+    count: number of snapshots. None shows them until Ctrl-C.
+    api_key: key of the server; better in the variable ROLLOUT_API_KEY."""
 
     interval_s: PositiveSeconds = 1.0
     count: PositiveInt | None = None

@@ -45,7 +45,7 @@ class EngineJob:
 
 
 class LaunchedEngine(Protocol):
-    """Protocol of one engine that a launcher has started, across its restarts."""
+    """Protocol of one engine that a launcher has started. Restarts keep the object."""
 
     name: str
     started: Future[Any]  # done once the engine is registered; raises the error of its start
@@ -73,8 +73,8 @@ class Launcher(Protocol):
 
     @property
     def host(self) -> str | None:
-        """Return the host at which engines reach this machine, or None if all engines run here.
-        With a host, the coordinator listens there by default and the fleet has CURVE keys."""
+        """Return the host at which engines reach this machine, or None if all engines run here. If
+        there is a host, the coordinator listens at it by default, and the fleet has CURVE keys."""
 
     def num_threads(self, num_engines: int) -> int | None:
         """Return the number of threads for each of `num_engines` engines whose config sets none.
@@ -83,7 +83,7 @@ class Launcher(Protocol):
     def launch(self, job: EngineJob, num_engines: int) -> Sequence[LaunchedEngine]:
         """Begin to start engines, and return before they are registered. Engines that this launcher
         does not supervise are not in the list. Raises ConfigError if an engine cannot be started.
-        No engine is left running then."""
+        No engine keeps running after the error."""
 
     def close(self) -> None:
         """Free the files and resources of engines that have ended. A second call does nothing."""

@@ -1,6 +1,6 @@
 """RayLauncher: starts each engine as an actor of a Ray cluster. No other module imports Ray.
 
-Used by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=ray`.
+Users, and `rollout train` with `launcher=ray`, make a RayLauncher and give it to AsyncLLM.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ REMIND_S = 30.0  # between two log lines about a reservation that takes long
 class RayLauncher:
     """Starts engines as Ray actors, anywhere in the cluster, in one placement group.
 
-    The coordinator stays with the caller. Engines connect to its node over TCP with CURVE keys,
-    which they get through Ray. The engines' nodes need the same packages and the model's files. Ray
-    restarts a failed actor without a pause, `max_engine_restarts` times in all. Actors and the
-    placement group end with the caller's Ray job, even if the caller is killed."""
+    The coordinator stays with the caller. Engines connect to the caller's node over TCP with CURVE
+    keys, which they get through Ray. The engines' nodes need the same packages and the model's
+    files. Ray restarts a failed actor without a pause, `max_engine_restarts` times in all. Actors
+    and the placement group end with the caller's Ray job, even if the caller is killed."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class RayLauncher:
             each rank if the config's device is a GPU, else none.
         strategy: strategy of the placement group.
         runtime_env: runtime environment of the actors.
-        init: arguments of ray.init. `host` calls it if this process has no connection to a cluster,
-            and `close` then ends that connection.
+        init: arguments of ray.init, which `host` calls unless this process is connected to a
+            cluster. `close` then ends the connection.
         Raises ConfigError if Ray is not installed."""
         self._ray = _imported_ray()
         self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}
@@ -58,8 +58,8 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """Return this node's address. Connects to the cluster first if this process has not. Raises
-        ConfigError if ray.init fails."""
+        """Return this node's address. Connects this process to the cluster if it has no connection.
+        Raises ConfigError if ray.init fails."""
         if not self._ray.is_initialized():
             try:
                 self._ray.init(**self._init)
@@ -131,7 +131,8 @@ class RayLauncher:
         return bundle
 
     def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
-        """Reserve `bundle` for each engine. Raises ConfigError if Ray cannot within `timeout_s`."""
+        """Reserve `bundle` for each engine. Raises ConfigError if Ray cannot do so within
+        `timeout_s`."""
         try:
             self._group = self._ray.util.placement_group(
                 [dict(bundle)] * num_engines, strategy=self._strategy
@@ -171,7 +172,7 @@ class RayEngine:
         self._is_ending.set()
 
     def terminate(self) -> None:
-        """Kill the actor for good. The coordinator notices its closed connection."""
+        """Kill the actor for good. The coordinator notices the closed connection."""
         self._is_ending.set()
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._actor)
@@ -239,8 +240,8 @@ class EngineActor:
         self._has_run, self._is_registered = False, threading.Event()
 
     def run(self) -> dict[str, Any] | None:
-        """Run the engine until the coordinator ends the fleet. Returns None then. Returns the
-        encoded error if the engine ended before. A second call in one process never returns."""
+        """Run the engine until it ends. A second call in one process never returns. Returns None if
+        the coordinator ended the fleet, else the encoded error that ended the engine."""
         if self._has_run:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()

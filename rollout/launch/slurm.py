@@ -1,7 +1,7 @@
 """SlurmLauncher: starts each engine as a Slurm job. No other module imports submitit.
 
-Used by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=slurm`.
-It writes the engines' arguments and submitit's logs to a private folder.
+Users, and `rollout train` with `launcher=slurm`, make a SlurmLauncher and give it to AsyncLLM. It
+writes the engines' arguments and submitit's logs to a private folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SlurmLauncher:
 
     A job that ends with an error is submitted again, `max_engine_restarts` times. The engines'
     nodes need the same packages, the model's files and `folder`. Jobs are cancelled when the fleet
-    ends. If the caller is killed, its jobs end when their coordinator is gone."""
+    ends. If the caller is killed, the jobs end once their coordinator is gone."""
 
     def __init__(
         self,
@@ -152,8 +152,8 @@ class SlurmEngine:
         return reason
 
     def _run(self) -> str | None:
-        """Submit a job and wait for its end. Returns the reason why the job ended, or None if in
-        order. Raises the error that makes the engine's first start fail."""
+        """Submit a job and wait for its end. Returns the reason why the job ended, or None after an
+        orderly stop. Raises the error that makes the engine's first start fail."""
         registered = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._lock:

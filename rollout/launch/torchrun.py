@@ -1,7 +1,7 @@
 """TorchrunLauncher: rank 0 of torchrun is the trainer, and every other rank runs one engine.
 
-Used by users, and by `rollout train` with `launcher=torchrun`: rank 0 gives the launcher to
-AsyncLLM. The other ranks call `serve_engines`, from `trainer_hooks.train.main` or a user's script.
+In rank 0, users or `rollout train` with `launcher=torchrun` give the launcher to AsyncLLM. In the
+other ranks, `trainer_hooks.train.main` or a user's script calls `serve_engines`.
 
 torchrun's store listens on all addresses without authentication. So the store carries only names of
 files, and a private folder that all ranks see holds the engines' arguments and keys.
@@ -42,7 +42,7 @@ FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
 class _Command(msgspec.Struct, frozen=True):
     """A message that rank 0 puts into the store. `file` names the file in the private folder with
-    the pickled `_Start`. It is None when rank 0 ends."""
+    the pickled `_Start`, or is None when rank 0 ends."""
 
     file: str | None
 
@@ -69,8 +69,8 @@ class TorchrunLauncher:
 
         `folder` is on a file system that all ranks see. None takes the folder in the environment
         variable ROLLOUT_TORCHRUN_FOLDER, or a folder in the user's cache directory if the variable
-        is not set. `serve_engines` must get the same folder. Raises ConfigError unless this is rank
-        0 of at least two ranks, and if others can write the folder."""
+        is not set. `serve_engines` must get the same folder. Raises ConfigError if this is not rank
+        0, if there is only one rank, or if other users can write the folder."""
         rank, self._num_ranks = _rank(), int(os.environ.get("WORLD_SIZE", "1"))
         if rank or self._num_ranks < 2:
             raise ConfigError(
@@ -135,9 +135,11 @@ class TorchrunLauncher:
 
 
 def serve_engines(folder: str | Path | None = None) -> bool:
-    """Run an engine for each fleet that rank 0 makes. Returns True once rank 0 ends. Returns False
-    at once in rank 0. `folder` is the folder given to TorchrunLauncher. Raises ConfigError for a
-    folder or file that others can write. Raises the error that keeps an engine from starting."""
+    """Run an engine for each fleet that rank 0 makes. Returns True once rank 0 ends.
+
+    In rank 0, return False at once. `folder` is the folder given to TorchrunLauncher. Raises
+    ConfigError for a folder or file that other users own or can write. Raises the error that keeps
+    an engine from starting."""
     if not _rank():
         return False
     private, store, number = _private_folder(folder), _store(), 1

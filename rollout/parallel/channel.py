@@ -29,7 +29,7 @@ _NUM_KEPT = 16  # commands whose early errors are kept; fewer steps are in fligh
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[_R]):
-    """A command that was sent, identified by its number on the channel. Its answers have the type
+    """A command that was sent, identified by its number on the channel. Answers have the type
     `_R`."""
 
     number: int
@@ -50,9 +50,9 @@ class Received:
 class LeadChannel:
     """Rank 0's end of the wires to all other ranks. One thread at a time may wait for answers.
 
-    After a LockstepError or `close`, every later `send`, wait and check raises LockstepError,
-    because the state of a rank is unknown. `on_failure`, which the owner may set, is called once
-    with the reason of the first failure."""
+    After a LockstepError or `close`, every later call that sends, waits or checks raises
+    LockstepError, because the state of a rank is unknown. `on_failure`, which the owner may set, is
+    called once with the reason of the first failure."""
 
     def __init__(self, wires: Mapping[str, Wire], *, timeout_s: float) -> None:
         """`wires` holds the wires to ranks 1, 2, ... by the rank's name in error messages.
@@ -99,8 +99,8 @@ class LeadChannel:
         return ""
 
     def results(self, sent: Sent[_R], timeout_s: float | None = None) -> list[_R]:
-        """Wait for the results of a command, and return them in the order of ranks. Raises the
-        first rank's error if the command failed on a rank. Raises LockstepError as `answers`
+        """Wait for the results of a command, and return them in the order of ranks. If the command
+        failed on a rank, raises the first such rank's error. Raises LockstepError as `answers`
         does."""
         answers = self.answers(sent, timeout_s)
         raise_first(answers)
@@ -113,12 +113,12 @@ class LeadChannel:
         ranks.
 
         An answer is the command's result on the rank, or the RolloutError that the command raised
-        there. It is None if the answer was dropped or returned before. Answers to earlier commands
-        arrive first. Their results are dropped. Their recent errors are kept for a later call with
-        their command.
+        there. An answer that was dropped or returned before is None. Results of earlier commands,
+        which arrive first, are dropped. Recent errors of earlier commands are kept for a later call
+        that names the command.
 
-        `timeout_s` None means the channel's own deadline. Raises LockstepError if a rank ends, or
-        with the text "did not `what` in time" if a rank does not answer."""
+        `timeout_s` None means the channel's own deadline. Raises LockstepError if a rank ends or
+        does not answer in time. The error then says that the rank "did not `what` in time"."""
         self.require()
         number = self._num_sent if sent is None else sent.number
         timeout_s = timeout_s or self.timeout_s
@@ -163,15 +163,15 @@ class LeadChannel:
 
     def fail(self, reason: str) -> LockstepError:
         """Make later calls raise a LockstepError with `reason`, and return that error. Only the
-        first failure counts. It calls `on_failure`."""
+        first failure counts, and calls `on_failure`."""
         if self._failure is None:
             self._failure = LockstepError(f"{reason}; create a new engine")
             self.on_failure(reason)
         return self._failure
 
     def end(self, error: BaseException) -> None:
-        """Send `error` to the other ranks, and close the channel. Their `receive` raises `error`. A
-        rank that may have received half of a command gets nothing."""
+        """Send `error` to the other ranks, whose `receive` raises it, and close the channel. A rank
+        that may have received half of a command gets nothing."""
         message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
             with suppress(TimeoutError, WireClosedError):
@@ -187,7 +187,7 @@ class LeadChannel:
 
 
 class FollowerChannel:
-    """The end of the wire at a rank other than 0."""
+    """The end of the wire at a rank other than 0, which receives commands and answers them."""
 
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire

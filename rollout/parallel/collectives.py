@@ -31,8 +31,8 @@ class Collectives(Protocol):
 
     All ranks make the same calls with the same shapes, in the same order, each from one thread. A
     call returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`, and
-    LockstepError if a rank ends or does not call in time. GroupCollectives differs in both
-    errors."""
+    LockstepError if a rank ends or does not call in time. GroupCollectives raises them in other
+    cases."""
 
     @property
     def rank(self) -> int:

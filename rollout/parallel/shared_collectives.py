@@ -91,12 +91,8 @@ def _parts_of(size: int) -> list[int]:
 
 
 class SharedCollectives:
-    """`Collectives` in which each rank writes its values to its own slot of shared memory.
-
-    A rank then waits for all others at a barrier, and sums or gathers the slots in the order of
-    ranks. One barrier per call is enough, because each rank has two slots, which calls use
-    alternately. A rank reuses a slot only after the barrier of the next call, which others reach
-    after reading the slot."""
+    """`Collectives` in which each rank writes its values to its own slot of shared memory. A rank
+    then waits for all others at a barrier, and sums or gathers the slots in the order of ranks."""
 
     def __init__(
         self,
@@ -160,6 +156,8 @@ class SharedCollectives:
             slots_PRN = self._typed[part_N.dtype] = self._slots_PRN.view(part_N.dtype)
         slots_RN = slots_PRN[self._parity, :, : part_N.numel()]
         slots_RN[self.rank].copy_(part_N)
+        # Calls use two slots in turn, so one barrier per call is enough: a rank writes to a slot
+        # again only after the next call's barrier, which others reach after reading the slot.
         self._parity ^= 1
         self._barrier()
         return slots_RN

@@ -72,8 +72,8 @@ class TensorParallelExecutor(WorkerExecutor):
         self, method: Callable[Concatenate[Worker, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> list[_R]:
         """Run a method of Worker on all ranks. Returns the results in the order of ranks. Once all
-        ranks have answered, raises rank 0's error, or another rank's. LockstepError is raised at
-        once."""
+        ranks have answered, raises rank 0's error, or else another rank's error. LockstepError is
+        raised at once."""
         sent = self._channel.send(method, *args, **kwargs)
         return self._together(lambda: method(self.worker, *args, **kwargs), sent)
 
@@ -85,8 +85,8 @@ class TensorParallelExecutor(WorkerExecutor):
             self._realign(error)
 
     def _realign(self, error: BaseException) -> NoReturn:
-        """After a failed command, bring all ranks to where they wait for the next command. Always
-        raises. Raises `error`, or the error of another rank if that rank aborted rank 0's
+        """Bring all ranks to where they wait for the next command, after a command has failed with
+        `error`. Always raises: `error`, or the error of another rank that aborted rank 0's
         collective."""
         if isinstance(error, LockstepError):
             raise self._channel.fail(str(error)) from error
@@ -105,7 +105,7 @@ class TensorParallelExecutor(WorkerExecutor):
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Start a step on all ranks. The returned function waits for its result. The function
-        raises LockstepError if another rank has sampled other tokens. This is not checked on
+        raises LockstepError if another rank has sampled other tokens. Tokens are not compared on
         devices where steps overlap."""
         sent = self._channel.send(Follower.run_step, plan)
         try:

@@ -166,9 +166,11 @@ class SpmdFollower(Follower):
         self.state, self.weights_version = EngineState.RUNNING, self.weights.version
 
     def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
-        """Run rank 0's commands until the call that all ranks make ends. Returns rank 0's result.
-        `source` holds this rank's tensors if the call is an update. Raises rank 0's error,
-        EngineStateError if the ranks' calls differ, or LockstepError if a rank has failed."""
+        """Take part in a call that all ranks make. Returns rank 0's result.
+
+        Runs rank 0's commands until the call ends. `source` holds this rank's tensors if the call
+        is an update. Raises rank 0's error, EngineStateError if the ranks' calls differ, or
+        LockstepError if a rank has failed."""
         if self._failure is not None:
             raise LockstepError(self._failure)
         self._call, self._source = call, source

@@ -1,7 +1,8 @@
 """Starts an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
 
 Used by `rollout.engine.build`. `rollout.tensor_parallel.rank_process` runs `run_rank` in child
-processes. `rollout.apis.spmd` calls `num_spmd_ranks`. It starts processes and opens sockets.
+processes. `rollout.apis.spmd` calls `num_spmd_ranks`. The module starts processes and opens
+sockets.
 
 The ranks of a trainer exchange addresses once, over the trainer's process group `pg_collection.tp`.
 Afterwards commands go over local sockets, which also show that a rank has ended. Collectives go
@@ -96,8 +97,8 @@ def _rendezvous(config: InferenceConfig, address: str | None = None) -> RankRend
 def start_group(
     model: Model, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, TensorParallelExecutor]:
-    """Start the other ranks as child processes of this one, rank 0, and load the model on all
-    ranks. Raises the errors of `load_on_ranks`. No child process is left then."""
+    """Start the other ranks as child processes of this process, and load the model on all ranks.
+    This process is rank 0. Raises the errors of `load_on_ranks`. No child process is left then."""
     config = _sharing_cpus(config)
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
     spec_of(model, config.dtype).local(0, size)  # refuses a model before any process starts
@@ -191,7 +192,7 @@ def num_spmd_ranks(config: InferenceConfig) -> int:
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The message that each rank of a trainer sends the others before the start.
 
-    `settings`: config fields that all ranks must share, as text by name.
+    `settings`: config fields that must be equal on all ranks, as text by name.
     `rendezvous`: rank 0's address for collectives.
     `listener`: rank 0's address for commands.
     `error`: encoded error that keeps the rank from taking part. The other fields are then empty."""

@@ -23,7 +23,7 @@ _BASE = "base: "  # prefix of the names of an adapter's base weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSource:
-    """Address and layout of shared memory with an update's tensors. Rank 0 sends it to the other
+    """Address and layout of shared memory with an update's tensors, which rank 0 sends the other
     ranks.
 
     `places`: place of each tensor in the memory, by name.

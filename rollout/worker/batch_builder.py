@@ -37,7 +37,7 @@ class _Rows:
 
 class BatchBuilder:
     """The rows' block tables and sampling parameters, from which a step's inputs are built. Row 0
-    is scratch. The constructor's `num_rows` does not count row 0, and the attribute does."""
+    is scratch. The attribute `num_rows` counts row 0, and the constructor's argument does not."""
 
     def __init__(self, *, num_rows: int, max_blocks: int, block_size: int) -> None:
         self.block_size = block_size

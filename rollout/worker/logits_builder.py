@@ -181,7 +181,7 @@ class LogitsBuilder:
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
     """Return which samples report log-probs of the unchanged logits and which of the changed
     logits. The result has fields of LogitsInputs, with the inverse temperatures of the unchanged
-    logits. Greedy samples report unchanged logits at temperature 1."""
+    logits. Greedy samples report unchanged logits without a temperature."""
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)

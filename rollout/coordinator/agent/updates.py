@@ -84,8 +84,8 @@ class WeightUpdates:
     - Staging: steps go on. Staging ends with the vote yes, or with the vote no after an error, a
       deadline or a cancellation. A Rollback, another Prepare, another session, a suspend, a resume
       and the engine's end cancel staging.
-    - Staged: a Commit puts the weights in place between two steps. A Rollback or another Prepare drops
-      the weights. So does a new session whose Register message did not name the vote."""
+    - Staged: a Commit puts the weights in place between two steps. A Rollback or another Prepare
+      drops the weights. So does a new session whose Register message did not name the vote."""
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
         """`fetch` returns the tensors of a source, which must not change afterwards. Several
