@@ -264,7 +264,7 @@ class DataParallelInferenceCoordinator:
         can carry goes back to the core, and the core's answer is sent instead. Messages for an
         unreachable peer are kept until the end of `_run_once`."""
         while outgoing:
-            encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
+            encoded: dict[int, bytes | ProtocolError] = {}  # by id(message)
             by_peer: dict[bytes, list[Message]] = {}
             for identity, message in outgoing:
                 by_peer.setdefault(identity, []).append(message)

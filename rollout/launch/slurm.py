@@ -101,7 +101,7 @@ class SlurmEngine:
         self.started: Future[None] = Future()
         self._is_ending, self._lock = threading.Event(), threading.Lock()
         self._is_cancelled = False
-        self._job: Any = None  # of submitit
+        self._job: Any = None  # submitit's job
         self._thread = threading.Thread(target=self._watch, name=f"{name} watch", daemon=True)
         self._thread.start()
 

@@ -31,7 +31,7 @@ class Wire(Protocol):
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
         """Send a message. `timeout_s` None means no deadline. Raises TimeoutError if the other end
-        does not read in time, and WireClosedError if it is closed."""
+        does not read in time, and WireClosedError if that end is closed."""
         ...
 
     def receive(self, timeout_s: float | None) -> bytes:

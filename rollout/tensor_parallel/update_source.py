@@ -67,8 +67,8 @@ def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors
 
 
 def read_along(named_tensors: NamedTensors) -> None:
-    """Read all tensors of an update, and drop them, while rank 0 copies its own. The other ranks
-    call this, because reading may be a collective of the trainer's ranks. Raises
+    """Read all tensors of this rank's update, and drop them, while rank 0 copies its update. Ranks
+    other than 0 call it, because reading may be a collective of the trainer's ranks. Raises
     WeightUpdateError."""
     adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
     stream = streamed(named_tensors)

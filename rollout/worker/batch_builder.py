@@ -102,8 +102,8 @@ class BatchBuilder:
             self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _rows_of(self, plan: StepPlan) -> _Rows:
-        """Return the arrays of the plan's rows. The previous step's are reused if the same rows
-        decode again."""
+        """Return the arrays of the plan's rows. The arrays of the previous step are returned again
+        if the same rows decode."""
         if len(plan.prefill_token_ids):
             self._decoding = None
             return self._gather(plan)

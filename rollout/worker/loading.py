@@ -2,7 +2,7 @@
 
 Used by `rollout.engine.build`, by `rollout.tensor_parallel.start` and
 `rollout.tensor_parallel.follower` on each rank, and by `rollout.cli.engine_facts` for defaults. It
-reads checkpoint files, and reserves memory on the device.
+opens checkpoint files, and reserves memory on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LogitsBuilder and TokenHistories: data by which biases, allowed ids and penalties change logits.
+"""LogitsBuilder and TokenHistories: data for biases, allowed ids and penalties on logits.
 
 LogitsBuilder makes host arrays, and is used by `rollout.worker.batch_builder`. TokenHistories keeps
 the tokens that penalties count on the device, and is used by `rollout.worker.model_runner`.
@@ -235,5 +235,6 @@ class TokenHistories:
 
 
 def _rounded(size: int) -> int:
-    """Return the next power of two, so that a growing history is rarely copied."""
+    """Return the least power of two of at least `size`, so that a growing history is rarely
+    copied."""
     return 1 << (size - 1).bit_length()

@@ -119,8 +119,8 @@ class ModelRunner:
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states of the logit rows [L, E], and the tokens' experts [T, L, K]. The
-        experts are None if they are not recorded. Writes the KV of the step's tokens. `host` has
-        the same arrays as `inputs`, on the host."""
+        experts are None if they are not recorded. Writes K and V of the step's tokens to the KV
+        cache. `host` has the same arrays as `inputs`, on the host."""
         layout = inputs.layout
         token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
         if not layout.only_decodes:

@@ -92,13 +92,13 @@ class EngineAgent:
         self._requests = EngineRequests(engine)
         self._updates = WeightUpdates(engine, fetch)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
-        self._registered_vote: int | None = None  # as the latest registration named it
+        self._registered_vote: int | None = None  # the command id in the latest registration
         self._entry: RegisterAck | None = None  # until the engine is in its state, with its weights
         self._num_entry_failures, self._retry_at = 0, 0.0
         self._num_steps = self._num_granted = self._session = 0
         self._last_step_s = 0.0
-        # A commit while there is work, its answer, and when it ended. The first step after it
-        # confirms it.
+        # A commit made while there is work, its answer, and its end time. The first step after the
+        # commit confirms it.
         self._committed: tuple[Commit, Ack, float] | None = None
         self.is_shut_down = False
 
@@ -200,9 +200,9 @@ class EngineAgent:
     def _handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest):
             return self._requests.assign(message)
-        if isinstance(message, EngineReply):  # of an assignment that could not be read
+        if isinstance(message, EngineReply):  # the failure of an unreadable assignment
             return [self._requests.refuse(message)]
-        if isinstance(message, Nack):  # of a command that could not be read
+        if isinstance(message, Nack):  # the refusal of an unreadable command
             return [message]
         if isinstance(message, AbortRequest):
             return [reply for named in message.attempts for reply in self._requests.abort(named)]
@@ -395,7 +395,7 @@ class EngineAgent:
             self._retry_at = self._clock() + _RETRY_S
             return []
         self._entry, self._num_entry_failures = None, 0
-        # The heartbeat says that it has entered; without it work would wait for the next one.
+        # The heartbeat reports the entry. Otherwise work would wait for the next heartbeat.
         return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
 
     def _lacks_weights_of(self, entry: RegisterAck) -> bool:

@@ -41,7 +41,7 @@ class _ReportTimes:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        # By interval: the request ids that are due at steps with each remainder.
+        # By interval: for each remainder of the step number, the ids of the requests to report.
         self._slots: dict[int, list[dict[int, None]]] = {}
 
     def slot(self, interval: int) -> dict[int, None]:
@@ -61,7 +61,7 @@ class _ReportTimes:
 class _Running:
     attempt: int
     num_reported: int
-    slot: dict[int, None]  # of the report times
+    slot: dict[int, None]  # the set of _ReportTimes that has its id
 
 
 class EngineRequests:
@@ -75,7 +75,7 @@ class EngineRequests:
         self._engine = engine
         self._running: dict[int, _Running] = {}
         self._report_times = _ReportTimes()
-        self.report_interval = 1  # of requests to come: steps between two reports, at most
+        self.report_interval = 1  # most steps between two reports of a new request
         self._ended: dict[int, EngineReply] = {}
         self.num_received = 0
 

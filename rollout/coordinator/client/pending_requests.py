@@ -46,7 +46,7 @@ ACKNOWLEDGE_WITHIN_S = 0.01
 @dataclass(slots=True, eq=False)
 class _Request:
     future: RequestFuture
-    text: str | None  # of its prompt
+    text: str | None  # the prompt if it is text
     num_bytes: int
     tokens: StreamedTokens | None
     due_at: float | None
@@ -69,7 +69,7 @@ class PendingRequests:
         self._requests: dict[int, _Request] = {}
         self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
         self._order = count()
-        self._num_sent = self._num_sent_bytes = 0  # of sent requests without a reply
+        self._num_sent = self._num_sent_bytes = 0  # count sent requests without a reply
         self._max_sent = self._max_sent_bytes = 0
         self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
         self._to_abort: list[int] = []

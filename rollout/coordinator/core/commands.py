@@ -83,7 +83,7 @@ class Operation:
         self.waiting: dict[bytes, EngineSession] = {}
         self.lost_ranks: list[int] = []
         self.results: dict[int, Mapping[str, Any] | None] = {}  # by rank; None without a report
-        self.refusals: dict[int, WireError] = {}  # by rank, the first one first
+        self.refusals: dict[int, WireError] = {}  # by rank, in the order of arrival
 
     def begin(self, now: float) -> None:
         """Send the command to the ready engines. Raises RolloutError if the command cannot run.
@@ -277,7 +277,7 @@ class WeightCommit(Operation):
 
     message: UpdateWeights
     _is_decided = False
-    _decided_at = _grace_end = 0.0  # of a decided commit
+    _decided_at = _grace_end = 0.0  # times of a decided commit
 
     def begin(self, now: float) -> None:
         version = self.message.version
@@ -285,7 +285,7 @@ class WeightCommit(Operation):
             version = self.fleet.weights_version + 1
         self._version = next_version(self.fleet.weights_version, version, WeightUpdateError)
         engines = self.registry.members_of(self.message.source)
-        self.registry.dispatcher.await_push(False, now)  # it is here
+        self.registry.dispatcher.await_push(False, now)  # the awaited push has come
         prepare = Prepare(
             command_id=self.command_id,
             version=self._version,
@@ -297,7 +297,7 @@ class WeightCommit(Operation):
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         if isinstance(answer, Nack) and self._is_decided:
-            # The core then calls `lost` for it, which ends waiting for it.
+            # The core then calls `lost`, which stops waiting for the engine.
             reason = f"it did not commit version {self._version}: {answer.error.message}"
             self.registry.remove(engine, reason, now, suspects=())
             return
@@ -350,7 +350,7 @@ class WeightCommit(Operation):
             ends[engine_id] = end if engine.is_stepping else now
         for engine in list(self.waiting.values()):
             if now >= ends[engine.engine_id]:
-                # The core then calls `lost` for it, which stops waiting for it.
+                # The core then calls `lost`, which stops waiting for the engine.
                 reason = f"it did not commit version {self._version} in time"
                 self.registry.remove(engine, reason, now, suspects=())
         self.deadline_at = min((end for end in ends.values() if end > now), default=now)

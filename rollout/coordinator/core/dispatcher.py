@@ -100,7 +100,7 @@ class Dispatcher:
         self._last_chances: dict[int, Request] = {}
         self._ready: dict[int, EngineSession] = {}  # by rank
         self._with_room: dict[int, EngineSession] = {}  # by rank
-        self._is_fault_logged = False  # of the policy
+        self._is_fault_logged = False  # whether a wrong choice of the policy was logged
         self.awaits_push = False  # whether only a weight push can make an engine ready
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:

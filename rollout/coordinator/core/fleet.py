@@ -216,7 +216,7 @@ class Registry:
     @property
     def is_settled(self) -> bool:
         """Whether `settle` has nothing to do and `departed` is empty."""
-        # Engines that are joining, have left, or have just received the push they waited for.
+        # Engines may be joining, have left, or have received the push that they waited for.
         if self.departed or self._registered or self._joining:
             return False
         if not self._awaiting_push and not self.dispatcher.awaits_push:
@@ -338,7 +338,7 @@ class Registry:
             for engine_id in sorted(self._registered):
                 self._admit(self._registered.pop(engine_id), now)
         for engine in self._reached():
-            # It has the weights now, and registers again to get the fleet's state.
+            # The engine has the weights now, and registers again to get the fleet's state.
             self.remove(engine, "a push has reached it", now, suspects=(), level=logging.INFO)
         for engine in list(self._joining.values()):
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
@@ -371,7 +371,7 @@ class Registry:
         )
         self.engines[engine.engine_id] = context.sessions[engine.identity] = engine
         awaits_push = self._awaits_push(engine, weights)
-        if not awaits_push:  # else its requests go on elsewhere
+        if not awaits_push:  # otherwise other engines continue its requests
             self.dispatcher.reclaim(engine, message.running)
         if fleet.state is CoordinatorState.SUSPENDED:
             # A new engine releases its KV cache; a suspended one may have missed a RESUME.
@@ -428,7 +428,7 @@ class Registry:
         )
         self.context.send(engine, ack)
         if prepared_command_id is not None and ack.weights is None:
-            # If it had been committed, there would be a source, which replaces what is staged.
+            # A committed update would have a source, whose weights replace the staged ones.
             self.context.send(engine, Rollback(command_id=prepared_command_id))
         if is_renumbered:
             command_ids = self.fleet.command_ids

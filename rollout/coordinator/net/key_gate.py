@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"rollout"
 _MAX_LOGGED_KEYS = 64
-# libzmq stops reading a connection on which a frame was repeated or altered, and leaves it open if
-# a monitor was notified (its errno is overwritten). Unanswered pings end it then; its peer connects
-# again, at the latest when its lease has ended.
+# libzmq stops reading a connection on which a frame was repeated or altered. A notified monitor
+# overwrites the errno, and the connection stays open. Unanswered pings then end the connection, and
+# the peer connects again, at the latest when its lease has ended.
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 
 

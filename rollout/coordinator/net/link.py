@@ -69,7 +69,7 @@ class Lease:
         self.until = -math.inf
         self._lease_s = 0.0
         self._sequence = 0
-        self._unanswered: dict[int, tuple[float, int]] = {}  # heartbeat -> when, how many frames
+        self._unanswered: dict[int, tuple[float, int]] = {}  # by sequence: time, frames sent
 
     def begin(self, lease_s: float, sent_at: float) -> None:
         """Begin a lease of `lease_s` seconds with a handshake that was sent at `sent_at`."""
@@ -173,7 +173,7 @@ class Outbox:
         self._is_flush_due = False
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
-        self._num_confirmed = 0  # of all that were ever sent
+        self._num_confirmed = 0  # frames, of all that were ever sent
         self._lock = threading.Lock()
         self._end: RolloutError | None = None
         self._is_lost = False
@@ -302,12 +302,12 @@ class Link:
         self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
         self._last_message: Disconnect | None = None
-        self._arrived: list[Message] = []  # not in the inbox yet
+        self._arrived: list[Message] = []  # received messages that are not in the inbox yet
         self._has_ended = False
         # ---- the session; `_num_sessions` counts sessions whose first message is in the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
-        self._possible_fault = ""  # of a handshake that may have failed for its keys
+        self._possible_fault = ""  # why a handshake may have failed
         self._has_answer = threading.Event()  # a first answer to a handshake, or the end
         self._num_sessions = self._num_taken = 0
         self._is_in_session = False
@@ -521,7 +521,7 @@ class Link:
 
     def _send_handshake(self) -> None:
         handshake = self._handshake()
-        require_valid(handshake)  # it has a user's values
+        require_valid(handshake)  # the handshake has a user's values
         self._dealer.send(encode(handshake, self._max_frame_bytes))
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
@@ -529,7 +529,7 @@ class Link:
     def _begin_session(self, ack: ConnectAck | RegisterAck) -> None:
         """Begin the session if `ack` answers this connection's handshake and fits this peer."""
         if self._handshake_sent_at is None or self._is_in_session:
-            return  # it answers no handshake of this session
+            return  # `ack` answers no handshake of this connection
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
             spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
             self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))

@@ -482,7 +482,7 @@ def _with_tags(base: type[Message]) -> Iterator[tuple[Headers, type[Message]]]:
 # Every message; the commands among them are rollout.control.commands.COMMANDS.
 MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(dict(_with_tags(Message)))
 
-# The messages that a link delivers to a client or an engine. It handles the session's messages.
+# The messages that a link delivers to a client or an engine. The link handles all others.
 FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
 FOR_ENGINES: frozenset[type[Message]] = frozenset(
     {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}
