@@ -124,7 +124,7 @@ def _limits(build: EngineBuild) -> Iterator[Fact]:
     elif sizes.max_sequence_length == longest:
         why = "the model's longest"
     else:
-        why = f"what the KV pool holds; the model could do {longest}"
+        why = f"what the KV pool holds; the model allows {longest}"
     yield Fact(name="max_sequence_length", value=sizes.max_sequence_length, why=why)
     yield Fact(name="max_requests", value=sizes.num_rows, why=_why_rows(config, build))
     why = "the default" if config.max_tokens is None else "as given"

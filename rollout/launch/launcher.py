@@ -1,8 +1,8 @@
 """Launcher: the protocol of objects that start the engines of a fleet.
 
-Implemented by LocalLauncher, RayLauncher, SlurmLauncher, TorchrunLauncher and users. Called by
-`rollout.apis.async_llm` and `rollout.apis.fleet_processes`. RayLauncher and SlurmLauncher call
-`run_to_end` and `summary_of`.
+Implemented by LocalLauncher, RayLauncher, SlurmLauncher and TorchrunLauncher of `rollout.launch`,
+and by users. Called by `rollout.apis.async_llm` and `rollout.apis.fleet_processes`. RayLauncher and
+SlurmLauncher call `run_to_end` and `summary_of`.
 """
 
 from __future__ import annotations

@@ -92,6 +92,6 @@ def _require_own(path: Path, status: os.stat_result, modes: int, what: str) -> N
         )
     if status.st_mode & modes:
         raise ConfigError(
-            f"others than its owner may {what} {str(path)!r} (mode {status.st_mode & 0o777:04o}): "
-            "run chmod go-rwx on it if no other user has, or name another folder"
+            f"other users may {what} {str(path)!r} (mode {status.st_mode & 0o777:04o}): "
+            "run chmod go-rwx on it if no other user has changed it, or name another folder"
         )

@@ -75,7 +75,7 @@ class TorchrunLauncher:
         if rank or self._num_ranks < 2:
             raise ConfigError(
                 f"this is rank {rank} of {self._num_ranks}: TorchrunLauncher is for rank 0 of "
-                "torchrun, and the others, at least one, call serve_engines()"
+                "torchrun, and needs at least one other rank, which calls serve_engines()"
             )
         self._folder = _private_folder(folder)
         self._store = _store()

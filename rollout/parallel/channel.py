@@ -78,7 +78,7 @@ class LeadChannel:
             try:
                 wire.send(message, self.timeout_s)
             except TimeoutError:
-                what = f"{name} took no command ({command.__name__})"
+                what = f"{name} read no command ({command.__name__})"
                 raise self.fail(f"{what} for {self.timeout_s:g} s") from None
             except WireClosedError as error:
                 why = self._leave_reason(wire) or str(error)
@@ -199,7 +199,7 @@ class FollowerChannel:
         try:
             command, args, kwargs = pickle.loads(self._wire.receive(timeout_s))
         except TimeoutError:
-            raise LockstepError(f"rank 0 gave no command for {timeout_s:g} s") from None
+            raise LockstepError(f"rank 0 sent no command for {timeout_s:g} s") from None
         except WireClosedError as error:
             raise LockstepError(f"rank 0 has ended ({error})") from error
         if command is None:

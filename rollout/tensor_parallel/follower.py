@@ -1,8 +1,9 @@
 """Follower and SpmdFollower: ranks other than 0, which run the commands of rank 0.
 
 Made by `rollout.tensor_parallel.start`. Used by `rollout.tensor_parallel.executor`, which sends the
-names of their methods as commands, and by `rollout.apis.spmd`. A command is a method of Worker or
-of these classes. Commands and answers go over sockets. SpmdFollower runs in a process of a trainer.
+names of their methods as commands, and by `rollout.apis.spmd` and `rollout.engine.build`. A command
+is a method of Worker or of these classes. Commands and answers go over sockets. SpmdFollower runs
+in a process of a trainer.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def sizes_of(
     pool_tokens = num_blocks * block_size
     if config.max_sequence_length is None and longest > pool_tokens:
         logger.info(
-            "max_sequence_length=%d: the KV pool holds no longer sequence, and the model could do "
+            "max_sequence_length=%d: the KV pool holds no longer sequence, and the model allows "
             "%d; raise buffer_size_gb for more",
             *(pool_tokens, longest),
         )

@@ -214,7 +214,7 @@ class EngineAgent:
             return self._begin_session(message)
         if isinstance(message, (Command, Prepare, Commit, Rollback)):
             return self._answer(message)
-        raise ProtocolError(f"{type(message).__name__} is no message for an engine")
+        raise ProtocolError(f"{type(message).__name__} is not a message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
         """Return answers that do not come from a step, such as votes on a Prepare, and credit.

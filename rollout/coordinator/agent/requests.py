@@ -127,7 +127,7 @@ class EngineRequests:
             except Exception as error:
                 # No fault of one prompt may affect other requests.
                 if not isinstance(error, RolloutError):
-                    _logger.exception("%d requests of one prompt failed to enter", len(samples))
+                    _logger.exception("%d requests of one prompt could not be added", len(samples))
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
         return replies
 

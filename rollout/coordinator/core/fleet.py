@@ -325,8 +325,8 @@ class Registry:
             )
         if weights.source is None:
             return WeightUpdateError(
-                f"the engine serves version {version}, the fleet {weights.version}, which nobody "
-                "has published; start the engine with it"
+                f"the engine serves version {version}, the fleet {weights.version}, which was "
+                "never published; start the engine with the fleet's version"
             )
         return None
 

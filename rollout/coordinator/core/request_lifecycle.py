@@ -81,9 +81,9 @@ class RequestLifecycle:
         if not self._is_open:
             return EngineStateError("the engines are stopped; no request is accepted any more")
         if client.num_unfinished >= limits.max_client_requests:
-            reason = f"max_client_requests={limits.max_client_requests} are unfinished"
+            reason = f"max_client_requests={limits.max_client_requests} requests are unfinished"
         elif len(self._table.requests) >= limits.max_requests:
-            reason = f"max_requests={limits.max_requests} are held for all clients"
+            reason = f"max_requests={limits.max_requests} requests of all clients are held"
         elif client.request_bytes >= limits.max_client_request_bytes:
             held, bound = client.request_bytes, limits.max_client_request_bytes
             reason = f"{held} bytes of prompts are unfinished, max_client_request_bytes={bound}"

@@ -639,4 +639,4 @@ class Link:
         elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:
-            raise ProtocolError(f"{type(message).__name__} is no message for this peer")
+            raise ProtocolError(f"{type(message).__name__} is not a message for this peer")
