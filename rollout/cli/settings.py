@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
         self, words: Sequence[str], *groups: Kinds, hints: Mapping[str, str] | None = None
     ) -> argparse.Namespace:
         """Return the parsed options, with `settings` as a list of words. `groups` and `hints` are
-        as in `read_settings`. Raises UsageError for an unknown option. The error names the setting
-        to write instead."""
+        as in `read_settings`. Raises UsageError for an unknown option. The error says what to write
+        instead."""
         given, unknown = self.parse_known_intermixed_args(words)
         if not unknown:
             return given

@@ -51,7 +51,7 @@ class PrivateFolder:
 
     def read(self, name: str) -> bytes:
         """Return the content of a file that `write` made. Raises ConfigError for any other name,
-        for a missing file, and if another user owns, reads or can write the file."""
+        for a missing file, and if another user owns the file or can read or write it."""
         self._check()
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not the name of a file that a launcher has written")

@@ -174,9 +174,11 @@ def _private_folder(folder: str | Path | None) -> PrivateFolder:
 
 
 def _serve(start: _Start, devices: str | None) -> None:
-    """Run one engine, with its restarts, until its fleet ends or no restart is left. `devices` is
-    CUDA_VISIBLE_DEVICES as torchrun set it for the ranks of this machine, or None. Sets the
-    variable to this rank's own devices. Raises the error that keeps the engine from starting."""
+    """Run one engine, with its restarts, until its fleet ends or no restart is left.
+
+    `devices` is CUDA_VISIBLE_DEVICES as torchrun set it for the ranks of this machine, or None. If
+    the engine has GPUs, sets the variable to this rank's own devices. Raises the error that keeps
+    the engine from starting."""
     arguments = pickle.loads(start.arguments)
     if (config := arguments.get("inference_config")) is not None:
         threads = max(1, num_usable_cpus() // _num_local_ranks())

@@ -432,9 +432,9 @@ def serve(agent: EngineAgent, link: Link) -> None:
 
     If a single request makes a step fail, only that request ends, and the step does not raise. A
     step's error is raised after three failed steps in sequence, or if it broke the engine.
-    LockstepError of any call is raised at once. Raises the latest error if the engine could not
-    enter the fleet, and RolloutError if the link ends. After such an error of a step, the
-    Disconnect names its requests."""
+    LockstepError of any call is raised at once. The Disconnect then names the requests of the
+    failed step. Raises the latest error if the engine could not enter the fleet, and RolloutError
+    if the link ends."""
     num_failures = 0
     try:
         while not agent.is_shut_down:
