@@ -161,9 +161,9 @@ class DataParallelInferenceCoordinator:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Run a coordinator in this process until it ends. The arguments after `ready_event` are
-        those of the constructor. `ready_event` is set once the coordinator listens. SIGTERM ends
-        the coordinator. SIGINT is ignored, because the parent handles Ctrl-C."""
+        """Run a coordinator in this process until it ends. The constructor gets the arguments after
+        `ready_event`. `ready_event` is set once the coordinator listens. SIGTERM ends the
+        coordinator. SIGINT is ignored, because the parent handles Ctrl-C."""
         parent_pid = os.getppid()
         coordinator = cls(pipe_connection, data_parallel_size, tokenizer, *args, **kwargs)
         coordinator._parent_pid = parent_pid

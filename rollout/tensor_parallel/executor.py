@@ -51,8 +51,8 @@ class TensorParallelExecutor(WorkerExecutor):
         staging: LeadChannel,
         processes: Sequence[ChildProcess] = (),
     ) -> None:
-        """`processes` are the child processes of the other ranks, in the order of ranks. They are
-        killed by `close`, by a failure of a rank, and when the executor is freed."""
+        """`processes` are the child processes of the other ranks, in the order of ranks. The child
+        processes are killed by `close`, by a failure of a rank, and when the executor is freed."""
         super().__init__(worker)
         self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
@@ -167,8 +167,8 @@ class TensorParallelExecutor(WorkerExecutor):
         self._send_drops()
 
     def _send_drops(self) -> None:
-        """Send the queued drops, unless another thread stages. That thread sends them when it is
-        done."""
+        """Send the queued drops, unless another thread stages. The other thread sends them when it
+        is done."""
         while self._to_drop and self._staging_lock.acquire(blocking=False):
             try:
                 with suppress(LockstepError, IndexError):

@@ -139,8 +139,8 @@ class LogitsBuilder:
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
     ) -> LogitsInputs[HostArray] | None:
         """Return the arrays that change the logits of the step, or None if no sample needs a
-        change. `mode_S` and `temperature_S` are the log-prob mode and temperature of each sample.
-        They decide which log-probs the sample reports."""
+        change. `mode_S` and `temperature_S`, the log-prob mode and temperature of each sample,
+        decide which log-probs the sample reports."""
         samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
             return None

@@ -234,9 +234,9 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of a message that no frame can carry. They are the
-        halves of a Progress, or the failure of a request or command with `error`. Raises `error`
-        for any other message."""
+        """Return the messages to send in place of a message that no frame can carry. A Progress is
+        replaced by its halves. A reply or an answer is replaced by the failure of its request or
+        command with `error`. Raises `error` for any other message."""
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)

@@ -106,8 +106,8 @@ class EngineRequests:
     # ---- assignments
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Add samples with a new attempt to the engine, and return replies to send at once. They
-        are the failures of samples that cannot run here, and the replies of repeated samples that
+        """Add samples with a new attempt to the engine, and return replies to send at once. The
+        replies are failures of samples that cannot run here, and replies of repeated samples that
         have ended."""
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
@@ -183,9 +183,9 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of a message that no frame can carry. They are the
-        halves of a Progress, or a failed reply with `error` if the message is about one attempt.
-        Raises `error` for any other message."""
+        """Return the messages to send in place of a message that no frame can carry. A Progress of
+        several attempts is replaced by its halves. A message about one attempt is replaced by a
+        failed reply with `error`. Raises `error` for any other message."""
         if isinstance(message, Progress) and (middle := len(message.runs) // 2):
             halves = message.runs.rows(0, middle), message.runs.rows(middle, len(message.runs))
             return [Progress(runs=runs) for runs in halves]

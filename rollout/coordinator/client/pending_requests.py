@@ -59,7 +59,7 @@ class PendingRequests:
     """The futures of one client's requests, by request id. All methods run in one event loop.
 
     The coordinator's ConnectAck limits the number and the bytes of sent requests without a reply.
-    Further requests are held here. They are sent as replies come, by priority, then in the order of
+    Further requests are held here, and sent as replies come, by priority and then in the order of
     submission. If the future of a sent request is done before its reply arrives, the request is
     aborted."""
 

@@ -1,7 +1,7 @@
 """CoordinatorCore: passes each message to the part that handles it, and returns the answers.
 
 Used by `rollout.coordinator.coordinator`, which has the socket and the clock. CoordinatorCore makes
-the other parts of `rollout.coordinator.core`. They keep all state in memory.
+the other parts of `rollout.coordinator.core`. All parts keep their state in memory.
 """
 
 from __future__ import annotations

@@ -268,10 +268,10 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        These are requests that have reported tokens since they were assigned, and requests that the
-        engine may have begun. The engine begins requests by priority, then by arrival. Its latest
-        `num_waiting` says how many have not begun. At least one request without new tokens is
-        returned if there is any."""
+        Requests that have reported tokens since they were assigned are returned. So are requests
+        that the engine may have begun. The engine begins requests by priority, then by arrival. Its
+        latest `num_waiting` says how many have not begun. At least one request without new tokens
+        is returned if there is any."""
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
         others = [r for r in requests if len(r.log) == r.num_known]

@@ -198,8 +198,8 @@ class Registry:
         *,
         num_awaited: int,
     ) -> None:
-        """`num_awaited` is the number of engines that must have registered before the first is
-        admitted. Their ranks then follow the order of their ids."""
+        """`num_awaited` engines must have registered before the first is admitted. The ranks of
+        these engines follow the order of their ids."""
         self.context, self.dispatcher, self.fleet = context, dispatcher, fleet
         self._requests, self._num_awaited = requests, num_awaited
         self.engines: dict[bytes, EngineSession] = {}
@@ -228,8 +228,8 @@ class Registry:
         return (engine for engine in self.engines.values() if engine.is_ready)
 
     def members_of(self, source: WeightsSource) -> list[EngineSession]:
-        """Return the engines to which a push of `source` goes. They are all ready engines. Engines
-        that wait for a push are added, unless `source` builds on weights that they lack."""
+        """Return the engines to which a push of `source` goes. All ready engines are members.
+        Engines that wait for a push are added, unless `source` builds on weights that they lack."""
         served = self.fleet.weights
         below = None if source.lora is None or served is None else served.full_source
         is_for_all = below is None and not source.builds_on

@@ -536,8 +536,8 @@ class RequestTable:
         request.client.count_kept_bytes(-_kept_bytes(request.reply))
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
-        """Add new tokens to the request's log. The result and the errors are those of
-        TokenLog.append."""
+        """Add new tokens to the request's log. Returns the new tokens as a run, or None if there
+        are none. Raises the errors of TokenLog.append."""
         before = request.log.num_bytes
         new = request.log.append(run)
         self.num_log_bytes += request.log.num_bytes - before

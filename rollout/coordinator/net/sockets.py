@@ -2,7 +2,7 @@
 
 Used by `rollout.coordinator.coordinator` and `rollout.coordinator.net.link`. `address_of` is also
 used by `rollout.coordinator.client.inference_client` and `rollout.apis.async_llm`. The sockets
-carry frames and do not decode messages. They open network and Unix sockets.
+carry frames and do not decode messages. The module opens network and Unix sockets.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class RouterSocket:
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
     ) -> None:
-        """Bind the socket. Raises ConfigError if binding fails or would be unsafe. `port` None
-        takes a free port. `host` None makes a Unix socket that only this user can reach."""
+        """Bind the socket. Raises ConfigError if the socket cannot be bound or is unsafe. `port`
+        None takes a free port. `host` None makes a Unix socket that only this user can reach."""
         self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)

@@ -115,8 +115,8 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 
 
 def require_valid(message: Message) -> None:
-    """Raise ProtocolError, naming the field, if a receiver would refuse `message`. Only messages
-    with a user's values need this check."""
+    """Raise ProtocolError, naming the field, if receivers refuse `message`. Only messages with a
+    user's values need this check."""
     decode(encode(message))
 
 

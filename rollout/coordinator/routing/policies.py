@@ -33,17 +33,17 @@ class RoutingPolicy(Protocol):
         """Add a rank that accepts requests from now on. It has no cached block and no request."""
 
     def rank_left(self, rank: int) -> None:
-        """Remove a rank and its cached blocks. Its unfinished requests are assigned again. They are
-        never reported as finished on this rank."""
+        """Remove a rank and its cached blocks. The rank's unfinished requests are assigned again,
+        and never reported as finished on this rank."""
 
     def cache_dropped(self, rank: int) -> None:
         """Drop the rank's cached blocks. The rank serves other weights now, or has released its KV
         memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """Return the rank for the samples of a prompt with these block hashes. `ranks` holds the
-        ranks with room, one of which must be returned. `num_tokens` is the sum of the samples'
-        `num_tokens` in `assigned`."""
+        """Return the rank, one of `ranks`, for the samples of a prompt with these block hashes.
+        `ranks` holds the ranks with room. `num_tokens` is the sum of the samples' `num_tokens` in
+        `assigned`."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
         """Record that the rank got one request with these block hashes. `num_tokens` is the most
