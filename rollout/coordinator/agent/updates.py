@@ -85,7 +85,8 @@ class WeightUpdates:
       deadline or a cancellation. A Rollback, another Prepare, another session, a suspend, a resume
       and the engine's end cancel staging.
     - Staged: a Commit puts the weights in place between two steps. A Rollback or another Prepare
-      drops the weights. A new session whose Register message did not name the vote drops them, too."""
+      drops the weights. A new session drops the weights, too, unless its Register message named
+      the vote."""
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
         """`fetch` returns the tensors of a source, which must not change afterwards. Several
