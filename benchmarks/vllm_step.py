@@ -1,11 +1,11 @@
-"""CPU time of a step of vLLM alone, and of the same step under rollout's Engine.
+"""Compare the CPU time of a step of vLLM alone with a step of vLLM under rollout's Engine.
 
     python -m benchmarks.vllm_step              # 64 and 256 rows of a shape of 0.5B parameters
     python -m benchmarks.vllm_step --model 4M --rows 16
 
-Needs vLLM (docs/how-to/vllm.md). Two EngineCores of vLLM hold the same model: one is stepped as
-vLLM's own engine does it, the other by Engine.step. Their steps alternate; every row decodes and
-none ends. Prints medians of CPU milliseconds per step, and the median ratio of neighbouring steps.
+A program, run by hand. Needs vLLM (docs/how-to/vllm.md). Two vLLM EngineCores hold the same model.
+One is stepped as vLLM itself does, the other by Engine.step. Their steps alternate. The program
+prints median CPU milliseconds per decode step, and the median ratio.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def new_engine(directory: Path, num_rows: int) -> VllmEngine:
 
 
 def plain_step(engine: VllmEngine) -> Callable[[], object]:
-    """Return vLLM's own step of the engine's core, as EngineCoreProc runs it."""
+    """Return a function that steps the engine's core as vLLM's EngineCoreProc does."""
     core = engine.core
 
     def step() -> None:
@@ -69,14 +69,15 @@ def add_rows(engine: VllmEngine, num_rows: int) -> None:
 
 
 def use_plain_scheduler(engine: VllmEngine) -> None:
-    """Give the engine's core the class of vLLM's own scheduler, which records no versions."""
+    """Give the engine's core vLLM's own scheduler class, which records no versions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     engine.core.scheduler.__class__ = Scheduler
 
 
 def measure(directory: Path, num_rows: int, num_steps: int) -> tuple[float, float, float]:
-    """Return the CPU seconds of a step of vLLM alone, of one under Engine, and their ratio."""
+    """Return the CPU seconds of a step of vLLM alone and of a step under Engine, and their
+    ratio."""
     plain, ours = new_engine(directory, num_rows), new_engine(directory, num_rows)
     use_plain_scheduler(plain)
     steps = plain_step(plain), ours.step
