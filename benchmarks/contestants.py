@@ -132,8 +132,7 @@ class TransformersGenerate:
         tokens: dict[int, list[list[int]]],
         logprobs: dict[int, list[list[float]]],
     ) -> None:
-        """Generate for the prompts `indices`. Puts samples into `tokens` and `logprobs` by
-        index."""
+        """Generate for the prompts `indices`, and put the samples into `tokens` and `logprobs`."""
         prompts = torch.tensor(
             [workload.prompts[index] for index in indices], device=self._model.device
         )
@@ -192,7 +191,7 @@ def transformers_contestants(model: Any, workload: Workload) -> list[Transformer
 def largest_logprob_error(model: Any, workload: Workload, generated: Generated) -> float:
     """Return the largest error of the log-probs in `generated`.
 
-    They are compared with log-probs of a full forward pass of the transformers model.
+    The expected log-probs come from a full forward pass of the transformers model.
     """
     assert generated.logprobs is not None
     prompts = [p for p in workload.prompts for _ in range(workload.num_samples)]

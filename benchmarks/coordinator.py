@@ -220,7 +220,7 @@ def _p99(values: Sequence[float]) -> float:
 def measure_case(
     size: Size, num_clients: int, num_engines: int, rounds: int, advance: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure all rounds of one case. Each round runs all ways, in rotated order.
+    """Measure all rounds of one case. Each round runs all ways to connect, in rotated order.
 
     Calls `advance` after each round. Returns the rounds, medians, ratios and differences.
     """
@@ -257,7 +257,7 @@ def _medians(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
-    """Return, by way, the median over rounds of the way's figure `name` over the relay's."""
+    """Return, by way to connect, the median over rounds of its figure `name` over the relay's."""
     return {
         way: statistics.median(
             getattr(own, name) / getattr(relay, name)

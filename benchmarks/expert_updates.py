@@ -1,4 +1,4 @@
-"""Time weight updates of a mixture-of-experts model, one matrix or one stack per tensor.
+"""Time weight updates of a mixture of experts, with one tensor per expert or per stack of experts.
 
     python -m benchmarks.expert_updates            # a minute
     python -m benchmarks.expert_updates --small    # seconds: shows that it runs
@@ -7,11 +7,12 @@ A program, run by hand. One model has as many weight names as a Qwen3-MoE of 48 
 experts, but few bytes. The other model has 64 larger experts per layer. The same weights are
 updated under two sets of names:
 
-- saved: the names in a saved checkpoint, a matrix for each part of each expert;
-- live: the names of a live module, one tensor that stacks a part of all experts.
+- saved: the names in a saved checkpoint, with a matrix for each part of each expert.
+- live: the names of a live module, with a tensor that stacks one part of all experts.
 
-The column `checked` is staging with a source checksum. `clone` is a copy of all weights, for
-comparison. Times are the best of the rounds. The program writes a Markdown page and a JSON file.
+The column `checked` is the time of staging with a source checksum, and `clone` that of a copy of
+all weights. Times are the best of the rounds. The program prints a Markdown page, and writes it and
+a JSON file.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -
 
 
 def _best(num_rounds: int, work: Callable[[], object]) -> float:
-    """Return the fewest wall seconds of `num_rounds` calls."""
+    """Return the wall seconds of the fastest of `num_rounds` calls."""
     seconds = []
     for _ in range(num_rounds):
         start = time.perf_counter()

@@ -92,8 +92,7 @@ class DecodeWindow:
     """Figures of consecutive decode steps.
 
     kv_tokens: context tokens that all rows attended to, summed over the steps. At most one token
-        per
-    row and step is missing.
+        per row and step is missing.
     """
 
     seconds: float

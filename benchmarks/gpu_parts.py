@@ -1,4 +1,4 @@
-"""Run the parts of a measurement within a deadline. A part that fails or hangs stops no other.
+"""Run the parts of a measurement within a deadline, also after one of them has failed or hung.
 
 Used by `benchmarks.gpu`. Each group of parts runs in a child process, which reports each part as it
 begins and ends. If a child crashes or hangs, its current part fails, and a new child runs the
@@ -208,7 +208,7 @@ class GroupRunner:
     def _run_in(self, child: ChildProcess, group: str, left: list[Part]) -> None:
         """Run parts of a group in a child until the child ends or all parts have an outcome.
 
-        Removes at least one part from `left`: each part that gets an outcome.
+        Removes each part that gets an outcome from `left`, at least one.
         """
         by_name = {part.name: part for part in left}
         arguments = self._arguments(group, list(by_name))

@@ -186,7 +186,7 @@ class Cycles:
     def play_round(self, scenarios: list[Scenario]) -> None:
         """Run a suspend and a resume for each scenario.
 
-        Before and after those with OFFLOAD, the same bytes are copied, for the floors.
+        With OFFLOAD, also times bare copies of the same bytes, for the floors.
         """
         for scenario in scenarios:
             self._play(scenario)

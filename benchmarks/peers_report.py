@@ -47,7 +47,7 @@ def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
 
 
 def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a table of our speed over that of the best peer, for each workload."""
+    """Return a table with the ratio of our speed to the best peer's, for each workload."""
     lines = [
         "| model | dtype | threads | | ours / best peer, CPU | range | wall | range | best peer |",
         "|---|---|---:|---|---:|---:|---:|---:|---|",

@@ -64,9 +64,8 @@ class Contest:
 def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
     """Return all contests by name.
 
-    size: "small" only shows that the program runs. "reduced" has fewer tokens than "full", for
-        models
-    that take minutes per round.
+    "small" contests only show that the program runs. "reduced" contests have fewer tokens than
+    "full" ones, for models that take minutes per round.
     """
     if size == "reduced":
         sampled = _reduced(vocab_size)
