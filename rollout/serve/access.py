@@ -111,7 +111,6 @@ def _name_of(place: str) -> str:
 
 
 def _require_json(request: web.Request) -> None:
-    """Raise ApiError (415) for a body that is not declared as JSON."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return

@@ -41,7 +41,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        # The message may quote bytes of a path or a header that are not text.
+        # The message can quote bytes of a path or a header that are not text.
         message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.param = status, message, param

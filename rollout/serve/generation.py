@@ -48,7 +48,8 @@ class Generation:
         if n * len(prompts) > config.max_samples:
             raise ApiError(
                 400,
-                f"{len(prompts)} prompts with n={n} are more than {config.max_samples} samples",
+                f"{len(prompts)} prompts with n={n} are more than max_samples={config.max_samples} "
+                "samples; send fewer prompts",
                 param="n",
             )
         self._state, self._name, self._priority = state, name, priority

@@ -180,7 +180,6 @@ class ReplyReader:
         return reply
 
     def _set_tags(self) -> None:
-        """Set the tags that are searched for in content, at its beginning, and in thoughts."""
         calls, messages, thoughts = self._calls, self._messages, self._thoughts
         starts = () if messages is None else messages.starts
         ends = () if messages is None else (*messages.closes, messages.end)
@@ -332,7 +331,6 @@ class ReplyReader:
         return True
 
     def _last_end(self) -> End:
-        """Return the end of a block that is open when the reply ends."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]
@@ -345,7 +343,6 @@ class ReplyReader:
         return End(match.start(), match.end())
 
     def _calls_in(self, body: str) -> list[WrittenCall]:
-        """Return the calls in a block, or [] if the block is malformed or calls an unknown tool."""
         calls = parsed(self._calls.body, body, self._schemas, self._tool)
         is_known = self._any_name or all(call.name in self._schemas for call in calls)
         return calls if is_known else []

@@ -69,11 +69,14 @@ def _bracket_patterns(
 
 
 class BracketScan:
-    """Finds the end of a block of JSON or Python literals by its strings and brackets. With
-    `closes`, the first end tag outside a string ends the block. Without `closes`, the bracket that
-    matches the first bracket ends it. A line break in a string is an error. After an error the
-    block ends with the next end tag, even inside a string. Without `closes` it ends after the line
-    break."""
+    """Finds the end of a block of JSON or Python literals by its strings and brackets.
+
+    With `closes`, the first end tag outside a string ends the block. Without `closes`, the bracket
+    that matches the first bracket ends it.
+
+    A line break in a string is an error. After an error the block ends with its first end tag, even
+    if that tag is inside a string. Without `closes` it ends after the line break.
+    """
 
     def __init__(
         self,

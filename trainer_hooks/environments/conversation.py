@@ -125,7 +125,6 @@ class Conversation:
         return turn
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Return the template's text of all messages."""
         render = partial(
             self._tokenizer.apply_chat_template,
             tools=self._tools or None,
@@ -204,13 +203,11 @@ def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
 
 
 def _as_object(call: ToolCall) -> dict[str, Any]:
-    """Return a call for templates, with arguments as an object instead of text."""
     written = call.as_json()
     return {**written, "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
 
 
 def _is_of(message: Message, turn: ModelTurn) -> bool:
-    """Return whether `message` is the message of `turn`."""
     return message.get("role") == "assistant" and _key(message) == _key(turn.message)
 
 

@@ -114,7 +114,6 @@ class VerifiersEnvironment(AgentRollouts):
         return [WeightedReward(state["reward"], state["metrics"]) for state in verifiers_state]
 
     def _as_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the first messages as text for people and reward functions."""
         tools = [
             {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
             for each in self.environment.tool_defs or ()

@@ -109,7 +109,7 @@ class VerifiersV1Environment(AgentRollouts):
         if len(episode.traces) != 1:
             raise ConfigError(
                 f"{self._name} ran its agent {len(episode.traces)} times in one episode, and each "
-                "run has a reward of its own; environments that run it once can be trained on"
+                "run has a separate reward; choose an environment that runs it once"
             )
         (trace,) = episode.traces
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}

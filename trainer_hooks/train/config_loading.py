@@ -143,7 +143,6 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _first_leaf(name: str, value: Any) -> str:
-    """Return the dotted key of the first value below `name`."""
     while isinstance(value, Mapping) and value:
         inner, value = next(iter(value.items()))
         name = f"{name}.{inner}"
@@ -174,7 +173,6 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _described(kind: Any, path: str) -> str:
-    """Return the values that the type of the key `path` allows, in words."""
     if is_union(kind):
         return " or ".join(_described(option, path) for option in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -143,7 +143,7 @@ class Dashboard:
         histogram bin or a count `rollouts/*` that the row lacks becomes 0 if the row has others of
         its group."""
         with self._lock:
-            self._forget_replaced(metrics)
+            self._drop_replaced(metrics)
             self._latest.update(metrics)
             if self._progress is not None:  # the next batch is counted from here on
                 self._progress, self._reward_so_far = (0, self._progress[1]), None
@@ -166,8 +166,7 @@ class Dashboard:
             if (held_out := row.get(HELD_OUT_REWARD)) is not None:
                 self._held_out = f"held out {held_out:.3f}{of_prompts(row.get(NUM_HELD_OUT))}"
 
-    def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
-        """Drop the latest metrics that `metrics` replaces as a group."""
+    def _drop_replaced(self, metrics: Mapping[str, Any]) -> None:
         if "reward" in metrics:  # the row of a training step
             self._latest.pop(WARNINGS, None)
         # A row lacks the bins and counts that are 0, and most of `train/*` if the step was skipped.
@@ -435,7 +434,6 @@ async def watch(
 
 
 async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
-    """Return the statistics of each engine by rank, or by the name "own" for a ThreadedLLM."""
     if not isinstance(llm, AsyncLLM):
         return {"own": await llm.stats()}
     results = await llm.client.engine_stats()

@@ -347,7 +347,6 @@ class JobSettings(Settings):
             )
 
     def _check_sharded(self) -> None:
-        """Raise ConfigError for settings that trainer.strategy=fsdp2 does not support."""
         refused = {
             "model.lora": self.model.lora is not None,
             "algorithm.critic": self.algorithm.critic is not None,

@@ -412,7 +412,6 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """Start the engines that the settings ask for. `policy` is a model or its directory."""
         tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
@@ -538,9 +537,8 @@ class Training:
         effective sample size, which can change its staleness bound."""
 
         def update() -> dict[str, float]:
-            use_threads(
-                self.run.threads.trainer
-            )  # an engine in this process may set its own number
+            # An engine in this process can have set another number.
+            use_threads(self.run.threads.trainer)
             return self.learner.update(batch.rollouts, step)
 
         with self.account.spend("train"):

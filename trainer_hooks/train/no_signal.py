@@ -101,7 +101,6 @@ def _same_scores(
 
 
 def _without_gradient(row: Mapping[str, Any], num_rollouts: int) -> dict[str, str]:
-    """Return the warning of a step without a gradient, from the metrics of its update."""
     if not row["train/num_tokens"]:
         flat, cut = row["frac_reward_zero_std"], row["completions/clipped_ratio"]
         return {

@@ -234,7 +234,6 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _remedy(name: str, value: str, kind: type) -> str:
-    """Return how to write an unknown option as an override."""
     key = name if name in field_types(kind) else _key_of(name, kind)
     if key is None:
         return hint_for(name) or "settings are written KEY=VALUE; see rollout train --help"
@@ -278,7 +277,6 @@ def _remedy_of_file(word: str) -> str | None:
 
 
 def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: type) -> str:
-    """Return what to give in place of an option that `group` lacks."""
     if group == "data" and (remedy := _remedy_of_file(choice)) is not None:
         return remedy
     if group == "model" and ("/" in choice or Path(choice).is_dir()):
@@ -301,7 +299,6 @@ def _choices_of(override: Override) -> list[str]:
 
 
 def _several_values(override: Override, kind: type) -> ConfigError:
-    """Return the error for several values in a job of one run."""
     key, _, value = (override.input_line or "").lstrip("+").partition("=")
     text = str(_type_at(key, kind))
     remedies = [f"one value is quoted: {_quoted(key, value)}"] if "str" in text else []

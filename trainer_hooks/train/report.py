@@ -163,7 +163,6 @@ def _title(runs: Sequence[RunResults]) -> str:
 
 
 def _warnings_html(runs: Sequence[RunResults]) -> str:
-    """Return a list of the warnings of each seed, or "" if there are none."""
     found = [
         (f"{run.name}, {seed.name}: " if len(_columns(runs)) > 1 else "") + text
         for run in runs
@@ -217,14 +216,13 @@ def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: 
 
 
 def _results(runs: Sequence[RunResults]) -> str:
-    """Return a table of the results of each run, or of each seed of a single run."""
     columns = _columns(runs)
     if not any(seed.steps for run in runs for seed in run.seeds):
         return '<p class="note">No training step is in the metrics.</p>'
     found = [[_numbers(seed) for seed in column.seeds] for column in columns]
     labels = dict.fromkeys(label for seeds in found for own in seeds for label in own)
     rows = {
-        label: [_summed_up([own.get(label) for own in seeds]) for seeds in found]
+        label: [_mean_text([own.get(label) for own in seeds]) for seeds in found]
         for label in labels
     }
     return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")
@@ -240,7 +238,6 @@ class _Numbers:
 
 
 def _numbers(seed: SeedResults) -> dict[str, _Numbers]:
-    """Return the results of a seed by their labels."""
     steps, found = figures.training_steps(seed.rows), {}
     reward, held_out = figures.sampled_reward(steps), figures.held_out_reward(seed.rows)
     if held_out is not None:
@@ -273,7 +270,7 @@ def _change(change: figures.RewardChange, note: str) -> _Numbers:
     return _Numbers(values, "{:.3f}".format, note)
 
 
-def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
+def _mean_text(seeds: Sequence[_Numbers | None]) -> str:
     """Return the means over the seeds that have the numbers, with the range if they differ."""
     given = [figure for figure in seeds if figure is not None]
     num_values = max((len(figure.values) for figure in given), default=0)
@@ -288,7 +285,6 @@ def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
 
 
 def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
-    """Return a table of the command, the versions and the files of each run."""
     columns = [_Column(run.label, run.seeds) for run in runs]
     cells = [_about(run, directory) for run in runs]
     rows = {label: [own[label] for own in cells] for label in cells[0]}
@@ -297,7 +293,6 @@ def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
 
 
 def _about(run: RunResults, directory: Path) -> dict[str, str]:
-    """Return the cells about a run by their labels. An unknown value is ""."""
     start = run.seeds[0].last_start
     versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
     num_ranks = start.get("num_ranks", 1)
@@ -323,7 +318,6 @@ def _about(run: RunResults, directory: Path) -> dict[str, str]:
 
 
 def _links(run: RunResults, name: str, directory: Path) -> str:
-    """Return links to the file `name` of each seed that has it."""
     links = []
     for seed in run.seeds:
         if (path := seed.directory / name).exists():

@@ -100,7 +100,6 @@ def what_ran(settings: Any) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Return the command line of this process, without the directories of its programs."""
     program, *words = sys.orig_argv
     if words and Path(words[0]).name == "rollout":  # the installed script
         program, *words = words

@@ -236,7 +236,6 @@ def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
 
 
 def _bounds(num_values: int) -> list[tuple[int, int]]:
-    """Return the start and end of each bin of `num_values` values."""
     num_bins = min(num_values, _MAX_POINTS)
     return list(pairwise(i * num_values // num_bins for i in range(num_bins + 1)))
 
@@ -345,7 +344,6 @@ def _number(value: float) -> str:
 
 
 def _shown(point: Point) -> str:
-    """Return a point's value as text, with its range if it has one."""
     text = _number(point.y)
     if point.low == point.high:
         return text

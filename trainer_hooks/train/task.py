@@ -163,7 +163,6 @@ class Task:
             return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
     def _own_model(self) -> PreTrainedModel:
-        """Return a model of the settings' shape with random weights."""
         own: dict[str, Any] = {
             **self._model.shape,
             "vocab_size": len(self.tokenizer),
@@ -406,7 +405,6 @@ def environment_rollouts(
 
 
 def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
-    """Raise ConfigError for a limit that an AgentRollouts ignores."""
     for limit in fields(settings):
         value = getattr(settings, limit.name)
         if limit.name in _OF_EPISODES and value != limit.default:

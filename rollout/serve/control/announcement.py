@@ -118,5 +118,6 @@ class ModelTensors:
             )
         if shape != tensor.shape:
             raise WeightUpdateError(
-                f"{tensor.name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
+                f"{tensor.name!r} has shape {list(tensor.shape)}, but the model's tensor has shape "
+                f"{list(shape)}; send the model's shape"
             )

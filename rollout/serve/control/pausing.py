@@ -192,7 +192,7 @@ class Pausing:
                 ):
                     yield self.mode is mode
                     return
-                if was_in_force:  # it may have stopped the requests that this one waits for
+                if was_in_force:  # an earlier pause can have stopped the requests to wait for
                     await self._run()
             await self._requests_ended(changed)
 
@@ -211,7 +211,6 @@ class Pausing:
         self._limiter.open(_REASON)
 
     def _set_mode(self, mode: PauseMode | None) -> None:
-        """Set `mode` and wake a `_begun_pause` that waits for requests."""
         if mode is not self.mode:
             self._mode_changed.set()
             self.mode, self._mode_changed = mode, asyncio.Event()

@@ -27,7 +27,7 @@ from rollout.weights.update import NamedTensors
 _MAX_WORLD_SIZE = 2**16
 
 
-class UpdateRound:
+class OpenUpdate:
     """The tensors of one update, kept on the host. Each tensor is announced first and then
     received.
 
@@ -103,7 +103,7 @@ class WeightTransfer:
         self.model = None if directory is None else ModelTensors.of_directory(directory)
         self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
-        self._round: UpdateRound | None = None
+        self._open_update: OpenUpdate | None = None
         self._commit_lock = asyncio.Lock()
         self.loaded_directory = directory
 
@@ -152,25 +152,25 @@ class WeightTransfer:
         for name in list(self._groups):
             self.leave(name)
 
-    # ---- rounds
+    # ---- updates
 
     @property
     def is_open(self) -> bool:
         """Return whether an update has begun and not ended."""
-        return self._round is not None
+        return self._open_update is not None
 
     def begin(self) -> None:
         """Begin an update. If another one is open, end that update and raise WeightUpdateError."""
-        if self._round is not None:
+        if self._open_update is not None:
             self.roll_back()
             raise WeightUpdateError(
                 "an update was open already; it is rolled back, and another one can begin"
             )
-        self._round = UpdateRound(self.model, self._max_bytes)
+        self._open_update = OpenUpdate(self.model, self._max_bytes)
 
     def roll_back(self) -> None:
         """End the open update, if there is one, and drop its tensors."""
-        self._round = None
+        self._open_update = None
 
     async def receive(
         self,
@@ -196,22 +196,22 @@ class WeightTransfer:
         if group is None:
             self.roll_back()
             raise WeightUpdateError(f"no group {group_name!r} was joined; join it first")
-        round_ = self._round
+        update = self._open_update
         try:
             tensors = self._announced(group, names, dtypes, shapes)
             chunks = (packing or group.packing)(tensors)
             try:
-                round_ = _require_open(round_)
-                round_.announce(tensors)
+                update = _require_open(update)
+                update.announce(tensors)
             except WeightUpdateError:
                 self._discard(group, chunks)
                 raise
             pairs = await group.receive(chunks, self._timeout_s)
-            if self._round is not round_:
+            if self._open_update is not update:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
-            round_.add(pairs, label)
+            update.add(pairs, label)
         except BaseException:  # a caller that disconnects does not send the missing tensors
-            if self._round is round_:
+            if self._open_update is update:
                 self.roll_back()
             raise
 
@@ -244,9 +244,9 @@ class WeightTransfer:
         """End the update, let the engines load its tensors, and return their report. If `label` is
         None, the version gets the label that came with the tensors. Raises WeightUpdateError if no
         update is open, a tensor is missing, or the engines refuse the tensors."""
-        round_ = _require_open(self._round)
+        update = _require_open(self._open_update)
         self.roll_back()
-        return await self.commit(round_.tensors(), round_.label if label is None else label)
+        return await self.commit(update.tensors(), update.label if label is None else label)
 
     # ---- versions
 
@@ -319,7 +319,7 @@ def _half_of_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _require_open(round_: UpdateRound | None) -> UpdateRound:
-    if round_ is None:
+def _require_open(update: OpenUpdate | None) -> OpenUpdate:
+    if update is None:
         raise WeightUpdateError("no update is open; start one. An error ends an open update")
-    return round_
+    return update

@@ -125,7 +125,6 @@ async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None)
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return the choice of a finished request, for a reply that is not streamed."""
     body, data = job.body, of_generated(request)
     text = job.text_of(request)
     reply = Reply(content=text) if job.reading is None else job.reading.read(text)
@@ -222,7 +221,6 @@ class _ChoiceStream:
         return delta
 
     def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """Return a chunk with one choice, to which `fields` are added."""
         choice = {
             "index": self._index,
             "delta": delta,

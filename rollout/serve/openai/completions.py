@@ -170,7 +170,6 @@ def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return the choice of a finished request, for a reply that is not streamed."""
     state, body = job.state, job.body
     text, data = "", TokenData(token_ids=[])
     if job.counts_generated:

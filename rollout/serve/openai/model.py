@@ -118,7 +118,6 @@ async def chat_ids(
 
 
 def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
-    """Raise ApiError if the template does not read the body's documents or reasoning effort."""
     if body.documents and "documents" not in source:
         raise ApiError(
             400,

@@ -73,7 +73,6 @@ async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
 
 
 async def _stream(request: web.Request, job: Job) -> web.StreamResponse:
-    """Send the chunks of all choices as they come, and the usage if the client asked for it."""
     streams: dict[int, ChoiceStream] = {}
     ended: dict[int, Request] = {}
     num_generated: defaultdict[int, int] = defaultdict(int)

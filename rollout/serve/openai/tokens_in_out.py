@@ -73,8 +73,6 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(Job):
-    """A checked request."""
-
     body: GenerateBody
 
     def reply(self, requests: Sequence[Request]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class FleetFeed:
         if self._polling is None:
             self._polling = asyncio.ensure_future(self._poll())
         try:
-            while not self._is_closed:  # `close` may come while a page reads the last snapshot
+            while not self._is_closed:  # `close` can be called while a page reads a snapshot
                 await self._is_new.wait()
                 if self._is_closed:
                     return

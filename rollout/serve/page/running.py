@@ -53,7 +53,8 @@ class RunningSample:
         kept = list(self._tokens)
         num_before = self.num_tokens - len(kept)  # tokens that were dropped or never added
         start = max(0, (num_sent or 0) - num_before)
-        context = max(0, start - _MAX_TOKENS_PER_CHARACTER)  # may hold a part of a character
+        # The tokens before `start` can be a part of its character.
+        context = max(0, start - _MAX_TOKENS_PER_CHARACTER)
         pieces = texts.pieces_of([token for token, _ in kept[context:]], more_follow=True)
         shown: dict[str, Any] = {
             "serial": self.serial,

@@ -172,7 +172,6 @@ def _per_sample(values: Sequence[Any], each: Sequence[SglangSampling]) -> list[A
 
 
 def _check_counts(sampling: SglangSampling) -> None:
-    """Raise ApiError for a negative or contradictory number of tokens."""
     most, least = sampling.max_new_tokens, sampling.min_new_tokens or 0
     if most is not None and most < 0:
         raise ApiError(400, f"max_new_tokens={most} must be at least 0", param="max_new_tokens")
@@ -311,7 +310,6 @@ def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
 
 
 def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
-    """Return `finish_reason` for meta_info. `num_tokens` counts the returned tokens."""
     if request.finish_reason == "stop" and num_tokens:
         matched = request.stop_reason
         return {
