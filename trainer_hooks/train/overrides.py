@@ -1,7 +1,8 @@
-"""Checks a job's command line before Hydra composes its config. A mistake is one ConfigError.
+"""Checks a job's command line before Hydra composes its config. Each mistake raises one
+ConfigError.
 
-Used by `trainer_hooks.train` (hydra_job, job, override_help). Hydra's own messages are several
-lines long. It reads config files and imports no torch.
+Used by `trainer_hooks.train` (hydra_job, job, override_help). Hydra itself reports mistakes in
+several lines. This module reads config files and imports no torch.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _key_of(name: str, kind: type) -> str | None:
 
 def _remedy_of_word(word: str, last: str | None, kind: type) -> str:
     """Return what to write in place of a word that is no override. `last` is the override before
-    the word, or None. Perhaps its value lacks quotes and includes the word."""
+    the word, whose unquoted value perhaps includes the word, or None."""
     if (remedy := _remedy_of_file(word)) is not None:
         return remedy
     key = word.replace("-", "_")

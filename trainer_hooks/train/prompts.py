@@ -34,7 +34,7 @@ def open_source(
 ) -> PromptRows:
     """Return the rows of one source of any kind but "environment".
 
-    `chat`: format of the prompts. None leaves them as they are.
+    `chat`: format of the prompts. None leaves prompts as they are.
     `part`, `seed`: arguments of the function of a source of kind "python".
 
     Raises ConfigError for missing files, and for several paths if the source takes one.
