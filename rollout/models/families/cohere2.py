@@ -1,5 +1,5 @@
-"""COHERE2, the Family of Cohere 2 (Command R7B, Command A) in `registry`: attention and MLP in
-parallel after one LayerNorm; RoPE only in layers with a sliding window."""
+"""COHERE2: the Family of Cohere 2 (Command R7B, Command A), listed in `registry`. Attention and MLP
+run in parallel after one LayerNorm. Only layers with a sliding window have RoPE."""
 
 from rollout.models.family import ATTENTION_BIAS, PARALLEL, Family, Key
 from rollout.models.layer_rules import rope_with_window, windows_by_pattern

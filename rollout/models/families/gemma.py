@@ -1,5 +1,5 @@
-"""GEMMA, the Family of Gemma models in `registry`: norms multiply by 1 + weight, embeddings are
-multiplied by sqrt(hidden_size). `gemma2` and `gemma3` import GELU_TANH."""
+"""GEMMA: the Family of Gemma models, listed in `registry`. Norms multiply by 1 + weight, and
+embeddings are multiplied by sqrt(hidden_size). `gemma2` and `gemma3` import GELU_TANH."""
 
 from rollout.models.family import ATTENTION_BIAS, Family
 

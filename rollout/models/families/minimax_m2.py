@@ -1,6 +1,6 @@
-"""MINIMAX_M2, the Family of MiniMax-M2 in `registry`: sigmoid router scores with a correction bias,
-stored beside the router and not in it; query and key normed over all heads together; RoPE on a part
-of each head."""
+"""MINIMAX_M2: the Family of MiniMax-M2, listed in `registry`. Router scores are sigmoids, and a
+correction bias is stored beside the router. Queries and keys are normed over all heads together.
+RoPE covers a part of each head."""
 
 from dataclasses import replace
 

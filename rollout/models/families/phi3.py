@@ -1,5 +1,5 @@
-"""PHI3, the Family of Phi-3, Phi-3.5, Phi-4 and Phi-4-mini in `registry`: fused projections,
-partial RoPE, LongRoPE."""
+"""PHI3: the Family of Phi-3, Phi-3.5, Phi-4 and Phi-4-mini, listed in `registry`. It has fused
+projections, partial RoPE and LongRoPE."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

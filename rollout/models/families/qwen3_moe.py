@@ -1,5 +1,5 @@
-"""QWEN3_MOE, the Family of Qwen3-MoE in `registry`: Qwen3's attention; router scores are a softmax
-over all experts."""
+"""QWEN3_MOE: the Family of Qwen3-MoE, listed in `registry`. It has Qwen3's attention. Router scores
+are a softmax over all experts."""
 
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_by_step, same_window_if_used
