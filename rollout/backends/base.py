@@ -100,7 +100,7 @@ class GatedActivation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """The gated feed-forward networks of a layer's N experts. The G = 2 F rows are all gates, then
-    all ups. `is_part` says that this rank has a part of the experts. Id N then means an expert of
+    all ups. If `is_part`, this rank has only a part of the experts, and id N means an expert of
     another rank."""
 
     gate_up_NGE: Tensor
@@ -329,8 +329,8 @@ class BackendExecutor(Protocol):
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop or check captured graphs after memory of KV or weights was released and restored.
-        `has_moved` says that the memory has other addresses now, so all graphs are dropped.
-        Otherwise the next step checks one graph. Returns the number of graphs dropped now."""
+        All graphs are dropped if the memory `has_moved` to other addresses. Otherwise the next step
+        checks one graph. Returns the number of graphs dropped now."""
         ...
 
 

@@ -1,6 +1,6 @@
 """FusedDecoder: the protocol of a decoder's forward pass as one native call.
 
-DecoderParts has the weights from which it is created. `rollout.models.decoder` collects the parts,
+It is created from DecoderParts, the decoder's weights. `rollout.models.decoder` collects them,
 `Backend.fuse_decoder` creates the FusedDecoder, and `rollout.models.causal_lm` runs it. Only
 `rollout.backends.cpu.decoder` implements it.
 
@@ -25,9 +25,9 @@ class DecoderLayerParts:
 
     `attention_norms_E` and `mlp_norms_E` have the norm weights before and after the branch.
     `head_norms` has the norm weights of query heads and of key heads. A missing norm is None.
-    `has_whole_norms` says that query and key norms span all heads. `rope` is the index of the
+    `has_whole_norms` says whether query and key norms span all heads. `rope` is the index of the
     layer's rotary table; None without a rope. `order_D` is the order of a head's dims that the
-    table needs; None if the dims have that order. `is_parallel` says that attention and MLP read
+    table needs; None if the dims have that order. `is_parallel` says whether attention and MLP read
     the same input. `qkv`, `output`, `gate_up` and `down` are handles of `Ops.prepare_linear`.
     """
 

@@ -1,7 +1,7 @@
 """Collectives of bytes over a torch.distributed group.
 
 Used by `rollout.tensor_parallel.start` and `trainer_hooks.weight_sync.trainer_ranks`, in place of
-torch's collectives of objects. Those unpickle what arrives, which can run any code.
+torch's collectives of objects, which unpickle what arrives and so can run any code.
 """
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ class AttentionLayerSpec:
 class AttentionSpec(AttentionLayerSpec):
     """Sizes and variants of one layer's grouped-query attention.
 
-    `is_fused` says that checkpoints keep query, key and value as one `qkv_proj`. `has_head_norms`
-    says that each query and key head is normed (Qwen3). `has_projection_norms` says that one norm
-    spans all query heads and one spans all key heads (OLMo 2). `eps` and `norm_offset` are
-    arguments of these norms. `window` is the number of positions that a token attends to; None
-    means all. `softcap` bounds the scores; None means no bound. `has_sinks` says that each query
-    head has a learned score without a value.
+    `is_fused` says whether checkpoints keep query, key and value as one `qkv_proj`.
+    `has_head_norms` says whether each query and key head is normed (Qwen3). `has_projection_norms`
+    says whether one norm spans all query heads and one spans all key heads (OLMo 2). `eps` and
+    `norm_offset` are arguments of these norms. `window` is the number of positions that a token
+    attends to; None means all. `softcap` bounds the scores; None means no bound. `has_sinks` says
+    whether each query head has a learned score without a value (GPT-OSS).
     """
 
     num_kv_heads: int
@@ -91,8 +91,7 @@ class AttentionLayer(BackendLayer):
     def __init__(
         self, layer_index: int, spec: AttentionLayerSpec, rope_dim: int, device: torch.device
     ) -> None:
-        """`rope_dim` is the number of dims that the rope gets of each head. The rope can rotate
-        only some of them."""
+        """`rope_dim` is the number of dims per head that the rope can rotate."""
         super().__init__()
         self.layer_index, self._trainers_rounding = layer_index, spec.rotary_rounding
         order_D = head_order(spec.rope, rope_dim, device)

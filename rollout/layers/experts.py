@@ -38,12 +38,12 @@ class RouterSpec:
     """How a token's experts are chosen and weighted.
 
     `scores` is "softmax" over all experts, "softmax_chosen" over the chosen experts alone, or
-    "sigmoid". `normalizes` says that a token's weights sum to 1 before they are multiplied by
-    `scale`. `has_correction` says that a buffer is added to the scores for the choice, but not for
-    the weights. Only experts of the best `num_chosen_groups` of `num_groups` groups are chosen.
-    `has_bias` says that the router has a bias. `is_float32` says that logits are computed in
-    float32. With "softmax_chosen", only `has_bias` and `is_float32` of the fields after `scores`
-    have an effect.
+    "sigmoid". `normalizes` says whether a token's weights are scaled to sum 1 before they are
+    multiplied by `scale`. `has_correction` says whether a buffer is added to the scores for the
+    choice, but not for the weights. Only experts of the best `num_chosen_groups` of `num_groups`
+    groups are chosen. `has_bias` says whether the router has a bias. `is_float32` says whether
+    logits are computed in float32. With "softmax_chosen", only `has_bias` and `is_float32` of the
+    fields after `scores` have an effect.
     """
 
     num_experts: int
@@ -64,9 +64,9 @@ class MoeNames:
 
     `shared` is the expert that all tokens use. `shared_gate` is the projection whose sigmoid
     multiplies the shared expert's output; None if there is none. `gate`, `up` and `down` are the
-    matrices of an expert in saved directories. `is_transposed` says that saved directories have
-    stacks instead, as live modules do. The stacks have in features before out features, and gates
-    and ups alternate.
+    matrices of an expert in saved directories. If `is_transposed`, saved directories have stacks
+    instead, as live modules do. The stacks have in features before out features, and gates and ups
+    alternate.
     """
 
     router: str = "gate"

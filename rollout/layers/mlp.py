@@ -20,7 +20,7 @@ from rollout.layers.shard import ALONE, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Sizes and variants of a GatedMLP. `is_fused` says that checkpoints keep gate and up as one
+    """Sizes and variants of a GatedMLP. `is_fused` says whether checkpoints keep gate and up as one
     `gate_up_proj`."""
 
     intermediate_size: int

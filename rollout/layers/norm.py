@@ -22,9 +22,10 @@ class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
     `offset` is added to the weight in float32, because Gemma stores weights minus 1. `rounds_first`
-    says that the family's trainers round to x's dtype before the product with the weight. This
-    layer rounds there, too, if its backend has `rounds_like_trainers`. `kept` is the range of dims
-    that this rank has if rows are split over the ranks (see `norm_cut_rows`); None means all dims.
+    says whether the family's trainers round to x's dtype before the product with the weight. If so,
+    this layer rounds there, too, if its backend has `rounds_like_trainers`. `kept` is the range of
+    dims that this rank has if rows are split over the ranks (see `norm_cut_rows`); None means all
+    dims.
     """
 
     def __init__(

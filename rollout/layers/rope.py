@@ -119,17 +119,16 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
-    """Return the weight of each unscaled frequency, [F]. It is 1 for frequencies with many turns
-    within the original context, 0 for frequencies with few turns, and linear in the frequency
-    between."""
+    """Return the share of each frequency that stays unscaled, [F]: 1 for frequencies with many
+    turns within the original context, 0 for few turns, and linear in the frequency between."""
     turns_F = rope.original_max_positions * frequencies_F / (2 * math.pi)
     share_F = (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return share_F.clamp(0, 1)
 
 
 def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
-    """Return the weight of each unscaled frequency, [F], linear in the frequency's index. Source:
-    YaRN, sec. 3.2 and appendix A.2."""
+    """Return the share of each frequency that stays unscaled, [F], as `_llama3_unscaled_share`
+    does, but linear in the frequency's index. Source: YaRN, sec. 3.2 and appendix A.2."""
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)

@@ -28,8 +28,8 @@ class Range(NamedTuple):
     is_counted: bool = True
 
     def of_width(self, width: int, *, after: int = 0) -> Range:
-        """Return the range of units, if each item has `width` units and `after` units come before
-        the first item."""
+        """Return the range in smaller units, `width` per item, such as dims of heads. `after` units
+        come before the first item."""
         return Range(after + self.start * width, self.length * width, self.is_counted)
 
 
@@ -112,7 +112,7 @@ class Cut:
 
 def cut_to(ranges: Iterable[Range], shape: tuple[int, ...], dim: int = 0) -> Cut | None:
     """Return the cut of a weight of `shape` to these ranges of `dim`. Return None if the ranges are
-    all of it and all counted."""
+    the whole dimension and all counted."""
     ranges = tuple(ranges)
     is_whole = all(each.is_counted for each in ranges)
     is_whole = is_whole and sum(each.length for each in ranges) == shape[dim]

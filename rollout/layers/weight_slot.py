@@ -167,8 +167,8 @@ class TensorSlot:
 class ReorderedSlot:
     """The slot of a stack whose rows or columns a checkpoint has in another order.
 
-    Each entry of the stack is a matrix or a vector. `alternate` says that an entry's rows form two
-    halves, whose rows alternate in the checkpoint. `is_transposed` says that the checkpoint has the
+    Each entry of the stack is a matrix or a vector. If `alternate`, an entry's rows form two
+    halves, whose rows alternate in the checkpoint. If `is_transposed`, the checkpoint has the
     transpose of each entry.
     """
 

@@ -118,7 +118,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         COUNT,
     ),
-    # 0 stands in configs whose layers have no window.
+    # Configs whose layers have no window have 0.
     "sliding_window": COUNT.or_null,
     **dict.fromkeys(
         (

@@ -62,7 +62,7 @@ class Mixture:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNames:
     """Checkpoint names of the modules of one residual branch. A missing norm has the name None.
-    `is_parallel` says that the mixer gets the same input as the mixer of the branch before."""
+    `is_parallel` says whether the mixer gets the same input as the mixer of the branch before."""
 
     mixer: str
     norm_before: str | None = None

@@ -1,5 +1,4 @@
-"""Rules that say which layers have a sliding window, which layers have a RoPE, and which have
-experts.
+"""Rules that say which layers have a sliding window, a RoPE, or experts.
 
 A window rule returns each layer's window or None, or () if no layer has a window. A window is the
 number of tokens that a token sees, itself included. A rope rule returns each layer's RopeSpec or

@@ -76,7 +76,7 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
 
 def _latent_attention(spec: ModelSpec, dims: LatentDims, layer: int) -> LatentAttentionSpec:
     rope = spec.ropes[layer] if spec.ropes else spec.rope
-    assert rope is not None, "latent attention has dims that positions turn"
+    assert rope is not None, "latent attention needs a rope"
     # As in DeepSeek-V3's code: yarn's scale once for queries and once for keys.
     yarn = yarn_scale(rope.factor, rope.mscale_all_dim)
     return LatentAttentionSpec(

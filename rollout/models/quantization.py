@@ -1,4 +1,4 @@
-"""Check of `quantization_config`: fp8 and mxfp4 checkpoints can be read, all others are refused.
+"""Check of `quantization_config`: only fp8 and mxfp4 checkpoints can be read.
 
 Used by `config_keys`, `checkpoints.loading` and `checkpoints.dequantized` of `rollout.models`.
 """

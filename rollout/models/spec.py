@@ -297,10 +297,10 @@ class ModelSpec:
         if self.head_dim != dims.qk_rope_head_dim:
             raise ModelError(
                 f"head_dim={self.head_dim} must be qk_rope_head_dim={dims.qk_rope_head_dim} with "
-                "latent attention: it says how many dims positions turn"
+                "latent attention: it is the number of rotated dims"
             )
         if self.attention_bias and dims.q_lora_rank is None:
-            raise ModelError("attention_bias needs q_lora_rank: q_proj has no bias, the rest would")
+            raise ModelError("attention_bias needs q_lora_rank: without it q_proj has no bias")
 
     def _check_experts(self) -> None:
         for name in _MOE_SIZES:
@@ -316,8 +316,8 @@ class ModelSpec:
         if rest or is_lone or not 0 < self.num_chosen_groups <= self.num_expert_groups:
             raise ModelError(
                 f"num_experts={self.num_experts} must make num_expert_groups="
-                f"{self.num_expert_groups} of two or more, num_chosen_groups="
-                f"{self.num_chosen_groups} of which are chosen"
+                f"{self.num_expert_groups} equal groups of two or more; num_chosen_groups="
+                f"{self.num_chosen_groups} must be from 1 to the number of groups"
             )
         if self.experts_per_token > per_group * self.num_chosen_groups:
             raise ModelError(
@@ -361,7 +361,7 @@ def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) 
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
-    # Layers of full attention first; none where all layers have the same rope.
+    # Layers of full attention first. Empty if all layers have the same rope.
     ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
     rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
     for own in filter(None, (rope, *each)):

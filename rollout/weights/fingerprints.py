@@ -53,8 +53,9 @@ class WeightShare:
     """One rank's part of the fingerprints of an update. It can be pickled.
 
     `pieces` has fingerprints of the model's weights, in the model's dtypes. `own` has fingerprints
-    of the tensors as they arrived, by name. It is empty unless the sender announced their checksum.
-    `adapter` has fingerprints of an adapter's tensors, in the dtypes in `adapter_dtypes`.
+    of the tensors as they arrived, by name. `own` is empty unless the sender announced a checksum
+    of these tensors. `adapter` has fingerprints of an adapter's tensors, in the dtypes in
+    `adapter_dtypes`.
     """
 
     pieces: Mapping[Origin, Fingerprint]
@@ -98,8 +99,7 @@ def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint
 
 
 def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
-    """Return the checksum of the served weights from all ranks' shares
-    (ServedWeights.fingerprint_share)."""
+    """Return the checksum of the served weights from all ranks' shares, in rank order."""
     return checksum_of({origin.weight: found for origin, found in sum_of(shares).pieces.items()})
 
 
@@ -113,8 +113,7 @@ def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
 
 
 class PartHasher:
-    """Hashes one rank's part of each tensor. The ranks of an engine together hash each value
-    once."""
+    """Hashes one rank's part of each tensor. Together all ranks hash each value once."""
 
     def __init__(self, ops: Ops[Any], shard: Shard) -> None:
         self._ops, self._shard = ops, shard

@@ -119,15 +119,15 @@ class LoraAdapter:
         The result refers to the model's tensors, which must not change until the push returns. If
         the model's parameters are sharded, `weights` must give its tensors by name. Raises
         WeightUpdateError for a model without PEFT, for a missing or ambiguous adapter, and for a
-        scale that differs from the config's. Also for settings that B @ A cannot express, such as
-        DoRA or trained biases.
+        scale that differs from the config's. Settings that B @ A cannot express, such as DoRA or
+        trained biases, also raise WeightUpdateError.
         """
         configs = getattr(model, "peft_config", None)
         if not isinstance(configs, Mapping):
             raise WeightUpdateError(f"{type(model).__name__} has no peft_config; give a PEFT model")
         name = _active_adapter(model, configs) if adapter_name is None else adapter_name
         if name not in configs:
-            raise WeightUpdateError(f"there is no adapter {name!r}, only {', '.join(configs)}")
+            raise WeightUpdateError(f"no adapter {name!r}; name one of {', '.join(configs)}")
         weights = named_weights(model) if weights is None else weights
         adapter = _from_config(
             configs[name].to_dict(),
@@ -161,8 +161,8 @@ class LoraAdapter:
         """Return A, B and scale of each adapted module, by the module's name.
 
         Raises WeightUpdateError if there are no tensors, if `ranks` or `alphas` name a module
-        without tensors, or if a tensor is invalid. Valid tensors are A and B of a linear layer.
-        Each comes once, together with the other, is readable and floating, and has the rank.
+        without tensors, or if a tensor is invalid. Valid tensors are A and B of a linear layer,
+        each once, readable, floating and with the layer's rank.
         """
         halves: dict[str, dict[str, str]] = {}
         for name in self.tensors:
@@ -180,14 +180,16 @@ class LoraAdapter:
         if not halves:
             raise WeightUpdateError("the adapter has no tensors; name an adapter that was trained")
         for module in {*self.ranks, *self.alphas} - halves.keys():
-            raise WeightUpdateError(f"the adapter has a rank or an alpha, but no A of {module!r}")
+            raise WeightUpdateError(
+                f"ranks or alphas name {module!r}, but the adapter has no tensors of it; send them"
+            )
         return {module: self._pair(module, names) for module, names in halves.items()}
 
     def _pair(self, module: str, names: Mapping[str, str]) -> LoraPair:
         for half, other in (("A", "B"), ("B", "A")):
             if half not in names:
                 raise WeightUpdateError(
-                    f"the adapter has {names[other]!r}, but not its lora_{half}"
+                    f"the adapter has {names[other]!r}, but not its lora_{half}; send both"
                 )
         rank = self.ranks.get(module, self.rank)
         pair = LoraPair(

@@ -66,7 +66,7 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 
-# Copying half of it to or from the host takes half a millisecond, much longer than starting a copy.
+# Copying half a bucket to or from the host takes 0.5 ms, much longer than starting a copy.
 BUCKET_BYTES = 64 << 20
 
 
@@ -96,7 +96,7 @@ class ServedWeights:
         """Move the parameters of `model` into the backend's memory. Call this before any weight is
         packed.
 
-        `fill` writes the values after the move; None says that the model has values to keep.
+        `fill` writes the values after the move. If `fill` is None, the model's values are kept.
         `version` is the first version. `bucket_bytes` is how much device memory an update can use
         temporarily.
         """
@@ -108,9 +108,9 @@ class ServedWeights:
         self._create_arena = backend.create_host_arena
         self._arenas = None if is_host else ReusedArena(self._create_arena)
         self._backups = BackupKeeper(model, self._memory, self._arenas)
-        # The number of the served write: less than the latest one after a rollback.
+        # The number of the served write, which is below the latest number after a rollback.
         self._num_writes = self._latest_write = 0
-        self._bases: Mapping[str, Tensor] = {}  # weights without the adapter that serves, by name
+        self._bases: Mapping[str, Tensor] = {}  # served weights without their adapter, by name
         self.version, self.has_values = version, True
         self.is_finite = True  # assumed of the first weights; only updates are checked
         if fill is not None:
@@ -190,7 +190,7 @@ class ServedWeights:
         """Check names, shapes, dtypes and values of an update, and pack the update for `commit`.
 
         The served weights do not change. They are backed up if the commit will overwrite them by
-        copies. While values are missing, nothing is packed or backed up, and the commit writes the
+        copying. While values are missing, nothing is packed or backed up, and the commit writes the
         tensors in place. Under tensor parallelism a rank stages its parts, and `verify` checks the
         values. Sharded tensors are gathered in the order of their names, a collective of all ranks
         of their mesh. `check` is called before each tensor, and can raise to cancel.

@@ -58,10 +58,10 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     with the tensors. `checksum` is `weights_checksum()` of an engine that serves the weights; ""
     until the coordinator sets it. `tensors_checksum` is the checksum of the tensors at the source,
     before any cast; "" if the checksum comes with the tensors. `lora` has the settings of the
-    adapter if the tensors are A and B of one; None for weights. `is_kept` says whether the weights
-    can be fetched after the push. `num_members` is the number of engines in the push, set by the
-    coordinator. `builds_on` is the checksum of the tensors that a delta changes; "" for the first
-    link of a chain of deltas, None outside of a chain.
+    adapter if the tensors are an adapter's A and B; None for weights. `is_kept` says whether the
+    weights can be fetched after the push. `num_members` is the number of engines in the push, set
+    by the coordinator. `builds_on` is the checksum of the tensors that a delta changes; "" for the
+    first link of a chain of deltas, None outside of a chain.
     """
 
     kind: Name

@@ -3,7 +3,7 @@
 Used by ServedWeights and the other modules of `rollout.weights`, by the weight transports, and by
 `trainer_hooks.weight_sync`. All interfaces that take an update import NamedTensors from here: in
 `rollout.apis`, `rollout.engine`, `rollout.worker`, `rollout.tensor_parallel`, `rollout.serve`,
-`rollout.testing`, `rollout_vllm` and `rollout.coordinator.agent`. Reads and copies tensors, and
+`rollout.testing`, `rollout_vllm` and `rollout.coordinator.agent`. Reads and copies tensors, but
 changes none.
 """
 
@@ -116,8 +116,8 @@ class StagingMemory(Protocol):
 
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
         """Return the values of `tensor` in host memory that stays valid. The result can have
-        another dtype. `name` is the name of the tensor, or of the weight that gets its values.
-        `is_new` says that nothing else refers to the tensor, so it need not be copied."""
+        another dtype. `name` is the name of the tensor, or of the weight that gets its values. A
+        tensor with `is_new` is not copied, because nothing else refers to it."""
         ...
 
     def released_on_error(self) -> AbstractContextManager[None]:
@@ -360,8 +360,8 @@ def check_finite(
 
 
 def origins_of(table: WeightTable, origins: Iterable[Origin]) -> dict[str, Origin]:
-    """Return for each of the model's weights the first of `origins` that gives its values. Tied
-    weights get the same origin."""
+    """Return, by the weight's name, the first of `origins` that gives a weight its values. Tied
+    weights have the same origin."""
     addresses = table.addresses()
     chosen: dict[int, Origin] = {}
     for origin in origins:

@@ -78,8 +78,7 @@ class NativePagedAttention(TorchSdpaAttention):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Return [T, H,
-        D]."""
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):

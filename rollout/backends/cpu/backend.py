@@ -33,9 +33,9 @@ def cpu_backend(
 ) -> Backend:
     """Return a Backend on CPU, with compiled kernels if `load_library` finds or compiles them.
 
-    `memory_kind` is "device" or "reserved". `deterministic` says that a token's logits and
-    log-probs must not depend on the schedule. Raises ConfigError if `deterministic` is True and
-    there are no compiled kernels, and if "reserved" is not supported.
+    `memory_kind` is "device" or "reserved". If `deterministic`, a token's logits and log-probs do
+    not depend on the schedule. Raises ConfigError if `deterministic` is True and there are no
+    compiled kernels, and if "reserved" is not supported.
     """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()

@@ -86,8 +86,8 @@ class NativeDecoder:
     def __init__(
         self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
     ) -> None:
-        """`deterministic` says that every pass must run here. Raises ConfigError if `deterministic`
-        is True and the kernels do not support the decoder."""
+        """If `deterministic`, every pass must run here. Raises ConfigError if `deterministic` is
+        True and the kernels do not support the decoder."""
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
         is_supported = _is_supported(parts)

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: chooses a library that a wheel brings, or compiles one, and loads it.
+"""The compiled CPU kernels: loads a library from the wheel, or compiles one.
 
 `rollout.backends.cpu.backend` and benchmarks call `load_library`, which logs the library and why it
 was chosen. `scripts.build_wheel` calls `build_bundled`. A wheel has a library for each of

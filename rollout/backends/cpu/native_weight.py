@@ -23,9 +23,9 @@ _REORDERED_AT_ONCE = 1 << 18  # numbers that are copied at once to reorder in pl
 
 
 class NativeWeight:
-    """A weight in P panels, each with all K inputs of W outputs. W is the floats of two vectors.
-    `panels_PKW` is a packed copy, or the weight's own memory in packed order. If it is the weight's
-    own memory, this object is the weight's `RepackedWeight`."""
+    """A weight in P panels, each with all K inputs of W outputs. W is the number of floats in two
+    vectors. `panels_PKW` is a packed copy, or the weight's own memory in packed order. If it is the
+    weight's own memory, this object is the weight's `RepackedWeight`."""
 
     __slots__ = (
         *("_kernels", "_num_exchanges", "min_panels_per_thread", "num_outputs", "panels_PKW"),

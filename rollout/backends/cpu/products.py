@@ -146,8 +146,8 @@ class LinearHandle:
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy. Torch's product is used until `refresh`. No copy of a repacked
-        weight exists, so it stays."""
+        """Drop the packed copy. Torch's product is used until `refresh`. A repacked weight is not
+        released."""
         self.generation += 1
         if not self.is_repacked:
             self.packed = None

@@ -103,8 +103,7 @@ class TorchSdpaAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Return [T, H,
-        D]."""
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache, plan, num_dims = batch.kv[layer], batch.plan, v_TGD.shape[2]
         write_tokens(cache, k_TGD, v_TGD, plan.places)

@@ -144,9 +144,8 @@ class TritonPagedAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at `slots_T`, and attend causally. Return [T, H,
-        D]. Reads no host array of the batch. The output of tokens beyond the last row is
-        undefined."""
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]. Reads no
+        host array of the batch. The output of tokens beyond the last row is undefined."""
         cache = batch.kv[layer]
         q_THD = append_kv(q_THD, k_TGD, v_TGD, cache, batch.slots_T, rotation)
         out_THD = torch.empty_like(q_THD)

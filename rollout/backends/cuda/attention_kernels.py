@@ -82,8 +82,8 @@ def merge_parts_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of `decode_attention_kernel` into `out`. The grid is (programs of
-    that kernel, group size). A program merges the query head whose context tiles begin in its share
-    and end in a later share. A program without such a head does nothing."""
+    that kernel, group size). A program merges one query head of the KV head whose context tiles
+    begin in its share and end in a later share. A program without such a KV head does nothing."""
     program, member = tl.program_id(0), tl.program_id(1)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
     start, next_start = share_of(program, tl.num_programs(0), num_all_tiles)

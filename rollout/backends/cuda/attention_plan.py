@@ -39,8 +39,9 @@ BLOCK_J = 16  # tiles that `order_tiles_kernel` compares with a block at once
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
     """Query tiles, the longest context first, and the programs that compute them. All tensors are
-    int32. Each tile has a program for each KV head and part of its context, head by head. Tiles
-    whose contexts are cut come first, so the programs of parts have the lowest numbers."""
+    int32. Each tile has one program per KV head and part of its context, and the programs of one
+    head are consecutive. Tiles whose contexts are cut come first, so the programs of parts have the
+    lowest numbers."""
 
     rows_Q: Tensor  # row of each tile; -1 for surplus tiles
     tokens_Q: Tensor  # first token of each tile
@@ -284,10 +285,10 @@ def cut_tiles_kernel(
     """Store each tile's first program and the number of cut tiles. Runs as one program.
 
     Decides into how many parts each query tile's context is cut. The device starts a program when
-    an earlier one ends. Tiles stay whole if the last of them ends early enough (WORTH_CUTTING) by
-    this estimate. A tile of the first wave starts at once. The i-th tile of the second wave starts
-    when the i-th last tile of the first wave ends. All later tiles start, at the latest, at the
-    mean end of the tiles before them.
+    an earlier one ends. Tiles stay whole if an estimate says that the last tile ends early enough
+    (WORTH_CUTTING). In the estimate, a tile of the first wave starts at once. The i-th tile of the
+    second wave starts when the i-th last tile of the first wave ends. All later tiles start, at the
+    latest, at the mean end of the tiles before them.
     """
     total = tl.zeros([], tl.int64)
     latest = tl.zeros([], tl.int64)  # times are in context tiles over `num_resident`
@@ -329,11 +330,10 @@ def _part_size(
 ):  # fmt: skip
     """Return the largest number of context tiles of a part.
 
-    A wave is `num_resident` programs that run at once. For one wave the size is the smallest with
-    which all parts fit in the wave: the mean share of a program, or up to 7/32 more. If no such
-    size exists, two waves are tried in the same way, from half the mean, then three and four. Parts
-    that fill w waves end within w times their size. If the parts fit in no four waves, the size is
-    a quarter of the mean share.
+    A wave is `num_resident` programs, which run at once. The size is the smallest with which all
+    parts fit in one wave, among eight sizes from the mean share of a program to 7/32 more. If none
+    fits, the size is chosen in the same way for two, three or four waves, from a half, a third or a
+    quarter of the mean share. If none fits in four waves, the size is a quarter of the mean share.
     """
     # With a quarter of the mean, the last part ends at most that much after the mean. There are
     # then at most 4 `num_resident` parts in excess of one for each tile and head. Cut tiles are

@@ -167,7 +167,7 @@ class GraphExecutor:
         return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Drop all graphs if memory `has_moved`. Otherwise let the next step check one of them.
+        """Drop all graphs if memory `has_moved`. Otherwise let the next step check one graph.
         Return the number of graphs dropped now."""
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:

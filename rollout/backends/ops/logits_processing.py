@@ -77,8 +77,8 @@ def sample_processed(
 def _as_in_top(
     logprobs_U: Tensor, token_ids_U: Tensor, top_ids_UN: Tensor, top_logprobs_UN: Tensor
 ) -> Tensor:
-    """Return the log-probs. A token in the top-n gets the top-n's value, so that the same number is
-    reported twice."""
+    """Return the log-probs. A token in the top-n gets the top-n's value, so that both report the
+    same number."""
     is_token_UN = top_ids_UN == token_ids_U.unsqueeze(1)
     of_token_U = torch.where(is_token_UN, top_logprobs_UN, 0).sum(1)
     return torch.where(is_token_UN.any(1), of_token_U, logprobs_U)

@@ -45,7 +45,7 @@ def model_directory(model: T) -> T | str:
 
 @lru_cache(1)
 def smollm2_directory() -> Path:
-    """Return the Hugging Face directory of SmolLM2-135M-Instruct. Convert it if necessary.
+    """Return the Hugging Face directory of SmolLM2-135M-Instruct, converted first if necessary.
 
     The conversion takes some seconds and 1.5 GB of memory. The first call of a process checks the
     files' checksums, which takes half a second, and converts again if a file is damaged. One

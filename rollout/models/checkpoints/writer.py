@@ -242,8 +242,8 @@ class ReusableFile:
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, as views of the mapped file. A shared lock keeps a
-    ReusableFile from being rewritten while a view exists. File systems without locks get no lock.
-    Raises ModelError naming a file that is invalid or being written."""
+    ReusableFile from being rewritten while a view exists. There is no lock on file systems without
+    locks. Raises ModelError naming a file that is invalid or being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,5 +1,5 @@
-"""GRANITE: the Family of Granite 3 (dense), listed in `registry`. It multiplies embeddings,
-residual branches, attention scores and logits by constants."""
+"""GRANITE: the Family of Granite 3 (dense), listed in `families.registry`. These models multiply
+embeddings, residual branches, attention scores and logits by constants."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family, Key
 

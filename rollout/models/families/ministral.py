@@ -1,5 +1,5 @@
-"""MINISTRAL: the Family of Ministral 8B, listed in `registry`. `layer_types` says which layers have
-a sliding window."""
+"""MINISTRAL: the Family of Ministral 8B, listed in `families.registry`. `layer_types` says which
+layers have a sliding window."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import windows_by_type

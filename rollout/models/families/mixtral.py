@@ -1,5 +1,5 @@
-"""MIXTRAL: the Family of Mixtral models, listed in `registry`. Every layer has experts, and a
-token's router weights sum to 1. `minimax_m2` imports SPARSE_BLOCK and W_NAMES."""
+"""MIXTRAL: the Family of Mixtral models, listed in `families.registry`. Every layer has experts,
+and a token's router weights sum to 1. `minimax_m2` imports SPARSE_BLOCK and W_NAMES."""
 
 from rollout.layers.experts import MoeNames
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture

@@ -1,5 +1,5 @@
-"""QWEN2_MOE: the Family of Qwen1.5-MoE and Qwen2-MoE, listed in `registry`. Beside the chosen
-experts it has a shared expert with its own gate."""
+"""QWEN2_MOE: the Family of Qwen1.5-MoE and Qwen2-MoE, listed in `families.registry`. Beside the
+chosen experts these models have a shared expert with its own gate."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -35,10 +35,10 @@ class WeightTransport(Protocol):
         """Begin a push and return its source. The next calls are `send`, then `commit` or
         `roll_back`.
 
-        `publish` or `send` reads the tensors once. They must not change until the push has ended.
-        Only A and B of an adapter are sent, and each engine merges them. The committed weights are
-        kept. Raises WeightUpdateError for a tensor that cannot be read, for refused NaN or
-        infinity, and if memory is lacking.
+        `publish` or `send` reads the tensors once. The tensors must not change until the push has
+        ended. Only A and B of an adapter are sent, and each engine merges them. The committed
+        weights are kept. Raises WeightUpdateError for a tensor that cannot be read, for refused NaN
+        or infinity, and if memory is lacking.
         """
         ...
 
@@ -78,8 +78,8 @@ class KeptTransport(Generic[P]):
     fetch.
 
     It keeps the last committed weights and the weights of a running push. It also keeps the weights
-    on which a committed adapter or delta builds, because engines that join later need them. Those
-    are released when weights are committed that build on nothing.
+    on which a committed adapter or delta builds, because engines that join later need them. A
+    commit of weights that build on nothing releases all earlier weights.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:

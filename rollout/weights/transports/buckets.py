@@ -38,15 +38,14 @@ from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 SHARED_PLACES = (HOST, DEVICE)
 _ITEM = 8  # a bucket's size is a multiple of this many bytes
 _POLL_S = 0.001
-_JOIN_S = 60.0  # time limit for members to connect; all have arrived before
+_JOIN_S = 60.0  # time limit for members to connect, which have all arrived before
 
 
 # ---- tensors to buckets and back
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [start, start + num_bytes) of one tensor. The chunks of a bucket follow each other in
-    it."""
+    """Bytes [start, start + num_bytes) of one tensor. The chunks of a bucket are adjacent."""
 
     name: str
     dtype: str

@@ -64,11 +64,11 @@ class _RolledBackError(WeightUpdateError):
 #
 # For each push an engine writes an Arrival, with the name of the group that it still has. When as
 # many engines have arrived as the coordinator asked to stage, the sender writes the GroupPlan: the
-# group, and each engine's rank in it. If the same engines arrive with the same group, it is reused.
-# The id of a push begins with its number, so that an engine that comes late sees that it is over.
+# group, and each engine's rank. If the same engines arrive with the same group, it is reused. The
+# id of a push begins with its number, so that a late engine sees that the push is over.
 
 OVER = "over"  # key of the number of the last push whose other keys were removed
-_POLL_S = 0.002, 0.02  # the first and the longest pause between two looks
+_POLL_S = 0.002, 0.02  # the first and the longest pause between checks
 T = TypeVar("T")
 
 
@@ -158,7 +158,7 @@ class CollectiveTransport:
         self._num_pushes = 0
         self._sending = threading.Lock()  # held while a push is sent
         self._path: BucketPath | None = None
-        self._group = ""  # its name
+        self._group = ""  # name of the group
         self._engines: tuple[str, ...] = ()  # ids of ranks 1, 2, ... of the group
         self._push: _Push | None = None
         self._old: _Push | None = None  # the push whose keys are still in the store
@@ -368,7 +368,7 @@ class CollectiveReceiver:
         self._store: Any = None
         self._store_address = ("", 0)  # host and port
         self._path: BucketPath | None = None
-        self._group = ""  # its name
+        self._group = ""  # name of the group
 
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
         """Receive a push that is being sent, and return its tensors in new memory. Raises
