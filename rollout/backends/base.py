@@ -160,7 +160,7 @@ class Ops(Protocol[Handle]):
         self, handle: Handle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
     ) -> Any:
         """Pack new values, the rows of `parts` in order. Return the packed values for `refresh`.
-        The handle does not change, so the old weight stays in use. This is the slow part of an
+        The handle does not change, so the old weight stays in use. `stage` is the slow part of an
         update. `allocate` returns the given number of bytes, for a repacked weight's copy."""
         ...
 
@@ -240,7 +240,7 @@ class Ops(Protocol[Handle]):
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
         """Draw one token per row. The result has log-probs and top-n if the flags of `sampling` ask
-        for them. It has no ranks."""
+        for them, but no ranks."""
         ...
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:

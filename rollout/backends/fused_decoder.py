@@ -1,8 +1,8 @@
 """FusedDecoder: the protocol of a decoder's forward pass as one native call.
 
-It is created from DecoderParts, the decoder's weights. `rollout.models.decoder` collects them,
-`Backend.fuse_decoder` creates the FusedDecoder, and `rollout.models.causal_lm` runs it. Only
-`rollout.backends.cpu.decoder` implements it.
+`rollout.models.decoder` collects the weights in DecoderParts, `Backend.fuse_decoder` creates a
+FusedDecoder from them, and `rollout.models.causal_lm` runs it. Only `rollout.backends.cpu.decoder`
+implements it.
 
 Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept tokens.
 """
@@ -90,8 +90,8 @@ class DecoderParts:
 
 class FusedDecoder(Protocol):
     """A decoder's forward pass as one native call. `handles` has the handles of all layers' matrix
-    products. It is empty if the fused pass can never run. The pass runs only if all handles use the
-    same product, which the pass must support."""
+    products. `handles` is empty if the fused pass can never run. The pass runs only if all handles
+    use the same product, which the pass must support."""
 
     handles: Sequence[Any]
 

@@ -36,8 +36,8 @@ class _DeviceRules:
     """Defaults and legal values of config fields on one kind of device.
 
     `block_size_tokens` is the default number of tokens of a KV block. `stable_kind` is the memory
-    kind that keeps addresses over a suspend. "auto" means `stable_kind` if suspends release the KV
-    cache, and `prefers_stable` is set or the config asks for stable addresses.
+    kind that keeps addresses over a suspend. The kind "auto" means `stable_kind` if suspends
+    release the KV cache, and the device `prefers_stable` or the config asks for stable addresses.
     `fields_without_effect` has the config fields that must keep their defaults.
     """
 

@@ -75,8 +75,8 @@ class StepLayout(Generic[Array]):
 
     While the same rows decode, their steps share one StepLayout, so that its copy can stay on the
     device. Decode rows come first. Of the L logit rows, the first `num_drawn_logits` are drawn
-    from, and the remaining rows score prompt tokens, in order. `asks_more_S` says whether a sample
-    reports a top-n or its rank. It is always on the host.
+    from, and the remaining rows score prompt tokens, in order. `asks_more_S`, always on the host,
+    says whether a sample reports a top-n or its rank.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 if token_ids_T has its id

@@ -121,8 +121,8 @@ class AttentionLayer(BackendLayer):
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
         """Return query heads, key heads, value heads and a Rotation. The backend applies the
-        Rotation to queries and keys. It is None without a rope, or if the heads are rotated
-        already."""
+        Rotation to queries and keys. The Rotation is None without a rope, or if the heads are
+        rotated already."""
         raise NotImplementedError
 
     def _values(self, context_THD: Tensor) -> Tensor:

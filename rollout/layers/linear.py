@@ -27,10 +27,10 @@ NO_CUTS: Mapping[str, Sequence[Range]] = MappingProxyType({})
 class Linear(BackendLayer):
     """y_TN = x_TK @ weight.T + bias_N, where the rows of `weight`, [N, K], belong to named parts.
 
-    Parts are for example "q_proj", "k_proj" and "v_proj". They keep their names in checkpoints, and
-    `weight_slots` has a slot for each. `parts` maps each name to the number of its rows on this
-    rank. A backend can repack `weight` in the weight's own memory. The tensor then has another
-    shape, and `repacked` reads and writes its rows.
+    Parts are for example "q_proj", "k_proj" and "v_proj". The parts keep their names in
+    checkpoints, and `weight_slots` has a slot for each part. `parts` maps each name to the number
+    of its rows on this rank. A backend can repack `weight` in the weight's own memory. The tensor
+    then has another shape, and `repacked` reads and writes its rows.
     """
 
     def __init__(

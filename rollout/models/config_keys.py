@@ -157,9 +157,9 @@ def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the values of the keys that `family` reads. An absent key has the family's default.
 
     The value of a key's alias is returned under the key's name. As in transformers, a null
-    `rope_parameters` or `rope_scaling` counts as absent. Raises ModelError for a key that the
-    family does not know, for a value that it cannot use, for a key and its alias with different
-    values, and for a `quantization_config` that `quant_method_of` refuses.
+    `rope_parameters` or `rope_scaling` counts as absent. Raises ModelError for an unknown key, for
+    a value that the family cannot use, for a key and its alias with different values, and for an
+    unsupported `quantization_config`.
     """
     quant_method_of(config)
     for key in sorted(config):

@@ -24,7 +24,7 @@ def table_of(
     saved_name: Callable[[str], str],
     unserved: tuple[str, ...],
 ) -> WeightTable:
-    """Return the table of the weights of `model`. Its module paths give the live names. `buffers`
+    """Return the table of the weights of `model`, whose module paths give the live names. `buffers`
     has the persistent buffers by live name. `saved_name` turns a live name into the name in saved
     directories. `unserved` is a field of WeightTable."""
     slots: dict[str, WeightSlot] = {}

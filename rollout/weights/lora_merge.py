@@ -148,8 +148,8 @@ class Merger:
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
         """Return base + scale * (B @ A), summed in float32 on the host, in the base's dtype.
-        `base_NK` and the result are the part of the [N, K] weight that `cut` keeps. They are the
-        whole weight if `cut` is None."""
+        `base_NK` and the result are the part of the [N, K] weight that `cut` keeps, or the whole
+        weight if `cut` is None."""
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)
         # One product for the whole layer: products of parts might sum in another order.

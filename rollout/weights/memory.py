@@ -268,7 +268,7 @@ class StagingArena:
 
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
     """Copy `source` to `target`, of the same shape, in ranges of rows of about `num_bytes` bytes.
-    So torch's temporary copies, such as for casts, are small."""
+    This keeps torch's temporary copies, such as for casts, small."""
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)
     for to_rows, from_rows in zip(target.split(num_rows), source.split(num_rows), strict=True):

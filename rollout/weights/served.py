@@ -74,9 +74,9 @@ class ServedWeights:
     """The weights of one rank, and the only writer of them and of their version.
 
     An update is staged first and then committed in place, so captured CUDA graphs stay valid.
-    `has_values` is False while the memory does not hold one complete set of weights. That is so
-    after weights were discarded, and after an update that could not be rolled back. `is_finite` is
-    False if the served update has NaN or infinity.
+    `has_values` is False while the memory does not hold one complete set of weights. Values are
+    missing after weights were discarded, and after an update that could not be rolled back.
+    `is_finite` is False if the served update has NaN or infinity.
 
     Under tensor parallelism each rank stages and hashes its parts of the update. Rank 0 verifies
     the update with the shares of all ranks. Then all ranks commit, and roll back if one of them

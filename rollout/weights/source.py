@@ -51,7 +51,8 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """Message that says where and how to fetch the weights of a push. It contains no weights.
+    """Message that says where and how to fetch the weights of a push, without the weights
+    themselves.
 
     `kind` is the name of the transport, and `address` has the form of that transport. `manifest` is
     the place of each tensor, packed by `pack_manifest`; empty if the transport stores the places

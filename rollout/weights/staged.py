@@ -254,8 +254,8 @@ class Exchange:
         chunk_bytes: int,
         device: torch.device,
     ) -> None:
-        """`values` has the new values by weight name, in the weights' dtypes. They are in `arena`,
-        and the exchange overwrites them. Each half of the bucket on `device` has up to
+        """`values` has the new values by weight name, in the weights' dtypes. The values are in
+        `arena`, and the exchange overwrites them. Each half of the bucket on `device` has up to
         `chunk_bytes` bytes, or one row."""
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
         self._device = device

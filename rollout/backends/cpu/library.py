@@ -2,9 +2,9 @@
 
 `rollout.backends.cpu.backend` and benchmarks call `load_library`, which logs the library and why it
 was chosen. `scripts.build_wheel` calls `build_bundled`. A wheel has a library for each of
-`TARGETS`. If no library fits the processor, the system's compiler builds one at first use. It is
-written to the user's cache directory, and read from there afterwards. The kernels are plain C and
-use nothing of Python or torch. A wheel's libraries take OpenMP from torch.
+`TARGETS`. If no library fits the processor, the system's compiler builds one at first use, which is
+kept in the user's cache directory. The kernels are plain C and use nothing of Python or torch. A
+wheel's libraries take OpenMP from torch.
 """
 
 from __future__ import annotations

@@ -89,12 +89,12 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    There is no packed copy if the weight is repacked in place. That needs `may_repack`, one layout
-    for all products, and a weight that can be repacked. Then `is_repacked` is True, `packed` is
-    access to the weight's own memory, and `weight_NK` has the packed order and shape. `packing` is
-    the product that packs, or None. `chosen` has the product for each bucket. `products` is the
-    same, but has PLAIN for products whose packed copy is released. `generation` is the number of
-    changes of the packed weight or the products.
+    The weight is repacked in place, without a copy, if `may_repack` is set, all products share a
+    layout, and the layout's product can repack the weight. In that case `is_repacked` is True,
+    `packed` is access to the weight's own memory, and `weight_NK` has the packed order and shape.
+    `packing` is the product that packs, or None. `chosen` has the product for each bucket.
+    `products` is the same, but has PLAIN for products whose packed copy is released. `generation`
+    is the number of changes of the packed weight or the products.
     """
 
     __slots__ = (

@@ -30,8 +30,8 @@ Places: TypeAlias = tuple[Tensor, Tensor]  # block of each token, and offset wit
 
 
 class Row(NamedTuple):
-    """A row of the batch. Its tokens are [start, end) of the batch. They are the last tokens of a
-    context of `context_len` tokens, which is in `blocks`."""
+    """A row of the batch, with the batch's tokens [start, end). These are the last tokens of a
+    context of `context_len` tokens, whose K and V are in `blocks`."""
 
     start: int
     end: int
@@ -82,8 +82,8 @@ class TorchSdpaAttention:
     def rotate(
         self, q_THD: Tensor, k_TGD: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Return query and key heads, normed and rotated as `rotation` says. They are unchanged if
-        it is None. The arguments are not written."""
+        """Return query and key heads, normed and rotated as `rotation` says. Return them unchanged
+        if `rotation` is None. The arguments are not written."""
         if rotation is None:
             return q_THD, k_TGD
         ops, first = self._ops, rotation.rounds_norm_first

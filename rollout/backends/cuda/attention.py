@@ -1,8 +1,8 @@
 """TritonPagedAttention: attention on a GPU that reads the blocks of the KV cache in place.
 
 Created by `rollout.backends.cuda.backend`. Writes only the KV cache. The kernel launches of a step
-depend only on shapes (T tokens, R rows, decode rows, width of the block tables), never on lengths,
-so that a graph can capture them. `rollout.backends.cuda.attention_plan` divides the work on the
+depend on shapes (T tokens, R rows, decode rows, width of the block tables) but not on lengths, so
+that a graph can capture them. `rollout.backends.cuda.attention_plan` divides the work on the
 device. Shape letters: T tokens, R rows, H query heads, G key/value heads, E = rows + 1, P programs,
 D head dim.
 """

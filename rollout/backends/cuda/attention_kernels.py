@@ -1,9 +1,9 @@
 """Triton kernels of paged attention, launched by `rollout.backends.cuda.attention`.
 
-They write the attention output `out`, and partial results that merging kernels read. The cache is
-[num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows of a query
-tile (a row is one query head of one token), N positions of a context tile, D head dim padded to a
-power of two, S partial results that are merged at once, X rows of any kind.
+The kernels write the attention output `out`, and partial results that merging kernels read. The
+cache is [num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows of a
+query tile (a row is one query head of one token), N positions of a context tile, D head dim padded
+to a power of two, S partial results that are merged at once, X rows of any kind.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def decode_attention_kernel(
     All context tiles are numbered: first along a row's context, then over its KV heads, then over
     the rows. `share_of` cuts the numbers into equal shares, which can span several rows. If a share
     has all tiles of a row and KV head, the result goes to `out`. Otherwise program p writes a
-    partial result. Its number is 2 p + 1 if the share has the first of these tiles, else 2 p.
-    `scale` and `softcap` include a factor log2(e), because the softmax uses powers of two. `sinks`
-    is None, or has a score for each query head, which the program with the first tile adds.
-    Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023, "Flash-Decoding",
-    for the partial results.
+    partial result. The partial result has the number 2 p + 1 if the share has the first of these
+    tiles, else 2 p. `scale` and `softcap` include a factor log2(e), because the softmax uses powers
+    of two. `sinks` is None, or has a score for each query head, which the program with the first
+    tile adds. Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023,
+    "Flash-Decoding", for the partial results.
     """
     program = tl.program_id(0)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -237,8 +237,8 @@ def _merge_parts(
 
 @triton.jit
 def _sink(sinks, head_M, is_counted_M):
-    """Return the initial greatest score and sum of weights of each row's softmax. They come from
-    the row's sink if `sinks` is given and the row is in `is_counted_M`; else they are -inf and
+    """Return the initial greatest score and sum of weights of each row's softmax. Both come from
+    the row's sink if `sinks` is given and the row is in `is_counted_M`. Otherwise they are -inf and
     0."""
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)

@@ -88,9 +88,10 @@ class GraphExecutor:
     """`BackendExecutor` with graphs. A graph runs the whole step, from token ids to sampled tokens.
 
     A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it draws
-    no token, if it fits no shape whose logits take at most MAX_LOGIT_BYTES, or if the capture of
-    its shape failed on any rank. Some work is not in graphs (`rollout.backends.cuda.uncaptured`).
-    It is launched after the replay, from the graph's hidden states.
+    no token, if it fits no shape, or if the capture of its shape failed on any rank. Shapes whose
+    logits take more than MAX_LOGIT_BYTES are not used. Work that graphs leave out
+    (`rollout.backends.cuda.uncaptured`) is launched after the replay, from the graph's hidden
+    states.
     """
 
     overlaps = True

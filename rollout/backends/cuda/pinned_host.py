@@ -18,9 +18,9 @@ _CHUNK_BYTES = 64 << 20  # locking a page costs more than copying it
 
 
 class PinnedHostArena:
-    """`HostArena` with a page-locked anonymous mapping. To grow, the arena makes a new mapping. It
-    grows by at least a quarter, to whole chunks. Views outlive `release` as pageable memory. Locked
-    pages cannot be freed one by one."""
+    """`HostArena` with a page-locked anonymous mapping. The arena grows by at least a quarter, to
+    whole chunks, with a new mapping. Views outlive `release` as pageable memory. Locked pages
+    cannot be freed one by one."""
 
     def __init__(self, runtime: CudaRuntime, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._runtime, self._chunk_bytes = runtime, chunk_bytes

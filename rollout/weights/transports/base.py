@@ -77,9 +77,9 @@ class KeptTransport(Generic[P]):
     """Base of a WeightTransport, without `kind` and `publish`, whose weights stay for engines to
     fetch.
 
-    It keeps the last committed weights and the weights of a running push. It also keeps the weights
-    on which a committed adapter or delta builds, because engines that join later need them. A
-    commit of weights that build on nothing releases all earlier weights.
+    A KeptTransport keeps the last committed weights and the weights of a running push. It also
+    keeps the weights on which a committed adapter or delta builds, because engines that join later
+    need them. A commit of weights that build on nothing releases all earlier weights.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:

@@ -126,9 +126,9 @@ def read(encoded: bytes, kind: type[T]) -> T:
 class CollectiveTransport:
     """A WeightTransport whose `send` forms a group with the engines and broadcasts the tensors.
 
-    It listens at `host`, and reuses the group for the next push. Groups of torch.distributed have
-    no passwords. Any program that reaches `host` can read the weights, so the network must be
-    private.
+    The transport listens at `host`, and reuses the group for the next push. Groups of
+    torch.distributed have no passwords. Any program that reaches `host` can read the weights, so
+    the network must be private.
     """
 
     kind = "collective"

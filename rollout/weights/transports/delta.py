@@ -228,8 +228,8 @@ _ReceivedLink = tuple[LinkDescription, dict[str, Tensor]]
 
 class WeightMirror:
     """An engine's copy of the weights of a chain, to which it applies the links. If the engine
-    missed some links, `fetch` first gets and applies them, back to the last whole push. That works
-    only if the transport kept them."""
+    missed some links, `fetch` first gets and applies them, back to the last whole push, provided
+    the transport kept them."""
 
     def __init__(self, fetch: Callable[[WeightsSource], dict[str, Tensor]]) -> None:
         """`fetch` is the carrier's function that returns the tensors of a link."""

@@ -43,12 +43,9 @@ class _Push:
 
 
 class DirectoryTransport(KeptTransport[_Push]):
-    """A WeightTransport whose `publish` writes a checkpoint, which engines map.
-
-    Engines must see the directory under the same path. It can be on any file system if all engines
-    are on this host, else it must be on a shared one. A program that can write there can change
-    what engines serve.
-    """
+    """A WeightTransport whose `publish` writes a checkpoint, which engines map. Engines must see
+    the directory under the same path, so engines on other hosts need a shared file system. A
+    program that can write there can change what engines serve."""
 
     kind = "directory"
 
