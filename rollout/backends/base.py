@@ -219,7 +219,8 @@ class Ops(Protocol[Handle]):
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, in float32."""
+        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, computed in
+        float32."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -254,8 +255,8 @@ class Ops(Protocol[Handle]):
 
         The two numbers are a 64-bit hash of values and places, and the number of non-finite values.
         Equal bits give equal fingerprints on every device. `x` can be on any device. The result is
-        on that device, and the host need not wait for it. `places` has the positions of x's
-        elements in a larger tensor; None if `x` is a whole tensor.
+        there or on the backend's device, and the host need not wait for it. `places` has the
+        positions of x's elements in a larger tensor; None if `x` is a whole tensor.
         """
         ...
 

@@ -24,9 +24,9 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory and return its number of bytes. The contents are lost. Some
-        of the memory can return to the system only at `trim`. If this raises, the contents are
-        lost, too, and `restore` must be called."""
+        """Release the buffer's memory and return the number of bytes released. The contents are
+        lost. Some of the memory can return to the system only at `trim`. If this raises, the
+        contents are lost, too, and `restore` must be called."""
         ...
 
     def restore(self, name: str) -> Tensor:

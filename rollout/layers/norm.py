@@ -90,7 +90,8 @@ def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> li
 
 
 class LayerNorm(BackendLayer):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight over the last dimension, in float32."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight over the last dimension, computed in
+    float32."""
 
     def __init__(self, dim: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

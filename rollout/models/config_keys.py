@@ -1,8 +1,8 @@
 """Checks of a Hugging Face config: which keys a family reads, and which values they can have.
 
-Used by ModelSpec. A key that the family does not read is refused by name. Exceptions are keys
-without effect in inference, and values with which transformers computes the same as without the
-key.
+Used by `rollout.models.spec`. A key that the family does not read is refused by name. Exceptions
+are keys without effect in inference, and values with which transformers computes the same as
+without the key.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion of RopeSpec from and to the config keys of Hugging Face transformers v4 and v5.
 
-Used by ModelSpec, `rollout.models.layer_rules` and the family `qwen2_moe`.
+Used by `rollout.models.spec`, `rollout.models.layer_rules` and the family `qwen2_moe`.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class PartHasher:
 
     def of_kept(self, slot: WeightSlot, kept: Tensor, dtype: torch.dtype) -> Tensor:
         """Hash `kept`, the part of its weight that `slot` keeps on this rank, cast to `dtype`.
-        Returns (hash, number of non-finite values), int64 [2], on the device of `kept`. Only one
-        rank counts values that several ranks keep."""
+        Returns (hash, number of non-finite values), int64 [2]. Only one rank counts values that
+        several ranks keep."""
         if slot.cut is None:
             return self.of_whole(kept, dtype, index=0)
         total = torch.zeros(2, dtype=torch.int64, device=kept.device)

@@ -2,7 +2,8 @@
 
 CpuOps in `rollout.backends.cpu.linear_ops` asks ProductRule for the products of each weight, and
 keeps them in the weight's LinearHandle. `rollout.backends.cpu.ops` asks it about experts.
-`rollout.backends.cpu.decoder` reads the handles. A handle packs its weight, in a copy or in place.
+`rollout.backends.cpu.decoder` reads the handles. `benchmarks.products` times the products. A handle
+packs its weight, in a copy or in place.
 
 Shape letters: T tokens, K in features, N out features.
 """

@@ -1,7 +1,8 @@
 """CudaRuntime: one CUDA device's memory operations, through torch, libcudart and libcuda.
 
-Used by `rollout.backends.cuda.backend`, by the four memory kinds of a CUDA device, which extend
-CudaMemory, by `rollout.backends.cuda.pinned_host` and by `rollout.backends.shared_buffer`.
+Used by `rollout.backends.cuda.backend`, by the memory kinds (`device_memory`, `memory_saver`,
+`unified`, `vmm`), which extend CudaMemory, by `rollout.backends.cuda.pinned_host` and by
+`rollout.backends.shared_buffer`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """ReferenceOps: every operation of `Ops` in plain torch, on any device.
 
-ReferenceOps defines the results, and tests compare all backends with it. TritonOps of the CUDA
-backend extends ReferenceOps, and CpuOps of the CPU backend extends TorchOps. Both override
-operations that they compute faster. `rollout.backends.cpu.torch_sdpa` uses ReferenceOps by default.
+ReferenceOps defines the results, and tests compare all backends with it. TritonOps
+(`rollout.backends.cuda.ops`) extends ReferenceOps, and CpuOps (`rollout.backends.cpu.linear_ops`)
+extends TorchOps. Both override operations that they compute faster.
+`rollout.backends.cpu.torch_sdpa` uses ReferenceOps by default.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens.

@@ -66,10 +66,10 @@ class Checkpoint:
 def read_config(directory: Path) -> dict[str, Any]:
     """Return config.json of `directory`, completed from generation_config.json and the weights.
 
-    `eos_token_id` becomes a list of the end tokens of both files, because chat models list some of
-    them only in generation_config.json. A config without a dtype, as gpt-oss and MiniMax-M2 have,
-    gets the dtype of the embeddings. Raises ModelError if config.json is missing or a file is not
-    valid.
+    If generation_config.json exists, `eos_token_id` becomes a list of the end tokens of both files.
+    Chat models list some end tokens only there. A config without a dtype, as gpt-oss and MiniMax-M2
+    have, gets the dtype of the embeddings. Raises ModelError if config.json is missing or a file is
+    not valid.
     """
     config = read_json(directory / CONFIG_FILE)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
