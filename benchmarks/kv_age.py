@@ -11,8 +11,8 @@ log-probs of each engine's tokens with the newest weights throughout, and the ga
 between the log-probs of engine and trainer.
 
 For comparison, the program computes the same tokens with the weights of version 0. This gap is what
-old weights cost, where the others are what old KV costs. Prints a Markdown table, writes the rows to
-`--output`, and draws docs/images/kv_age.png.
+old weights cost. The others are what old KV costs. Prints a Markdown table, adds the rows to the
+file `--output`, and draws docs/images/kv_age.png.
 
 Shape letters: B rows, T positions, N sampled tokens of a step.
 """
@@ -42,7 +42,9 @@ from benchmarks.trl_step import policy_of, rewards_of
 from rollout import LLM, InferenceConfig
 from trainer_hooks import (
     PolicyLossConfig,
+    PromptItem,
     RolloutBatch,
+    UpdateSettings,
     accumulate_gradients,
     collate_rollouts,
     compute_logprobs,
@@ -56,7 +58,7 @@ from trainer_hooks.update.guarded_step import clip_gradients
 
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "kv_age.png"
 LOSS = PolicyLossConfig(kind="dapo")
-NUM_EXAMPLES, NUM_MEASURED = 8, 4  # samples of each prompt by an engine that is only measured
+NUM_EXAMPLES, NUM_MEASURED = 8, 2  # samples of each prompt by an engine that is only measured
 _REUSE = {"enable_prefix_caching": True, "prefix_reuse_across_versions": True}
 # Settings of an engine by the bound on the age of its KV, in versions.
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -113,6 +115,11 @@ def job_of(is_small: bool, seed: int) -> JobSettings:
     return replace(settings, data=replace(settings.data, examples=examples))
 
 
+def update_of(settings: JobSettings) -> UpdateSettings:
+    """Return the job's settings of forward passes, with little memory."""
+    return replace(settings.algorithm.update_settings, gradient_checkpointing=True)
+
+
 def engine_of(name: str, bound: str, policy: Any, task: Task, directory: Path) -> LLM:
     """Return an engine with the policy's weights. `directory` holds them, too."""
     common: dict[str, Any] = {"block_size_tokens": 32, "max_sequence_length": 512, "seed": 0}
@@ -144,7 +151,7 @@ def train(
     policy, sizes = policy_of(task, is_small), settings.algorithm
     first = deepcopy(policy).requires_grad_(False)
     optimizer = optimizer_of([{"params": [*policy.parameters()], "lr": 1e-5}], settings.trainer)
-    update = sizes.update_settings
+    update = update_of(settings)
     params, rows = sizes.sampling_params(), task.prompts(seed)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="kv-age-")))
@@ -154,39 +161,55 @@ def train(
             for name in engines
             for bound in bounds
         }
+        counts = [sizes.group_size] + [min(NUM_MEASURED, sizes.group_size)] * (len(llms) - 1)
         for version in range(num_steps):
             start = version * sizes.groups_per_step
             items = [rows[start + place] for place in range(sizes.groups_per_step)]
-            answers = [item.columns["answer"] for item in items]
-            for number, ((name, bound), llm) in enumerate(llms.items()):
-                trains = number == 0
-                count = sizes.group_size if trains else min(NUM_MEASURED, sizes.group_size)
-                requests: Any = llm.generate([item.prompt for item in items], params, n=count)
-                completions = [each.generated_tokens for each in requests]
-                repeated = [answer for answer in answers for _ in range(count)]
-                rewards = rewards_of(task, completions, repeated, is_small)
-                batch = collate_rollouts(requests, rewards, train_version=version)
-                trainer_N = compute_logprobs(policy, batch, update)[batch.mask_BT]
-                engine_N = batch.behaviour_logprobs_BT[batch.mask_BT]
-                age = float(oldest_ages(requests).mean())
-                of: dict[str, Any] = {"seed": seed, "version": version, "bound": bound}
-                yield gap_of(engine_N, trainer_N, age, engine=name, **of)
-                if trains:
-                    old_N = compute_logprobs(first, batch, update)[batch.mask_BT]
-                    yield gap_of(old_N, trainer_N, version, engine=OLD_WEIGHTS, **of)
-                    step_batch = batch
-            step(policy, optimizer, step_batch, count_of=sizes.group_size, settings=settings)
+            sampled = {
+                key: sampled_by(llm, task, items, params, count, is_small)
+                for key, llm, count in zip(llms, llms.values(), counts, strict=True)
+            }
+            requests = [each for own, _ in sampled.values() for each in own]
+            rewards = [each for _, own in sampled.values() for each in own]
+            # All rows begin with the same examples, so one batch of all computes these once.
+            batch = collate_rollouts(requests, rewards, train_version=version)
+            trainer_BT = compute_logprobs(policy, batch, update)
+            old_BT = compute_logprobs(first, batch, update)
+            of: dict[str, Any] = {"seed": seed, "version": version}
+            begin = 0
+            for (name, bound), (own, _) in sampled.items():
+                rows_B = slice(begin, begin + len(own))
+                mask_BT, begin = batch.mask_BT[rows_B], begin + len(own)
+                engine_N = batch.behaviour_logprobs_BT[rows_B][mask_BT]
+                trainer_N, old_N = trainer_BT[rows_B][mask_BT], old_BT[rows_B][mask_BT]
+                age = float(oldest_ages(own).mean())
+                yield gap_of(engine_N, trainer_N, age, engine=name, bound=bound, **of)
+                if begin == len(own):  # the first engine, with new KV alone
+                    yield gap_of(old_N, trainer_N, version, engine=OLD_WEIGHTS, bound=bound, **of)
+            own, own_rewards = next(iter(sampled.values()))
+            train_batch = collate_rollouts(own, own_rewards, train_version=version)
+            step(policy, optimizer, train_batch, sizes.group_size, settings)
             for llm in llms.values():
                 llm.update_weights(policy, version + 1, in_flight=True)
 
 
+def sampled_by(
+    llm: LLM, task: Task, items: Sequence[PromptItem], params: Any, count: int, is_small: bool
+) -> tuple[list[Any], list[float]]:
+    """Return an engine's answers, `count` to each prompt, and their rewards."""
+    requests: Any = llm.generate([item.prompt for item in items], params, n=count)
+    answers = [item.columns["answer"] for item in items for _ in range(count)]
+    completions = [each.generated_tokens for each in requests]
+    return requests, rewards_of(task, completions, answers, is_small)
+
+
 def step(
-    policy: Any, optimizer: Any, batch: RolloutBatch, *, count_of: int, settings: JobSettings
+    policy: Any, optimizer: Any, batch: RolloutBatch, group_size: int, settings: JobSettings
 ) -> None:
-    """Update the policy on a batch of groups of `count_of` rollouts."""
-    advantages_B = group_advantages(batch.rewards_R.view(-1, count_of)).flatten()
+    """Update the policy on a batch of groups."""
+    advantages_B = group_advantages(batch.rewards_R.view(-1, group_size)).flatten()
     columns = {"advantages_BT": advantages_B[:, None].expand(batch.tokens_BT.shape)}
-    accumulate_gradients(policy, batch, columns, LOSS, settings.algorithm.update_settings)
+    accumulate_gradients(policy, batch, columns, LOSS, update_of(settings))
     clip_gradients(policy, settings.trainer.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
@@ -251,7 +274,7 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS))
     parser.add_argument("--small", action="store_true", help="a random model, three steps")
