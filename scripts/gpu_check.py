@@ -1,7 +1,8 @@
-"""Test and measure on a CUDA machine with its own Python and the bundle in .gpu/, in two calls.
+"""Test and measure on a CUDA machine with its own Python and the bundle in .gpu/, in three calls.
 
     python3 scripts/gpu_check.py first        # in 330 s: facts, tests, benchmark
     python3 scripts/gpu_check.py again FILE   # in 240 s: the tests that FILE names, benchmark
+    python3 scripts/gpu_check.py vllm         # in 240 s: engine="vllm", where vLLM is installed
 
 Each part is a process group with a time limit. A part that fails, aborts, hangs or loses the device
 does not affect the results of the other parts. Results go to $OUT, or to outputs/gpu-check:
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = ROOT / ".gpu"
 RESULTS = ROOT / "outputs" / "gpu-check"
 
-FIRST_S, AGAIN_S = 330.0, 240.0
+FIRST_S, AGAIN_S, VLLM_S = 330.0, 240.0, 240.0
 OWN_S = 5.0  # time for this script itself, beside its parts
 NUM_WORKERS = 8
 SUITES = ("tests/contracts", "tests/backends")
@@ -85,6 +87,17 @@ def again_parts(packages: Path, tests: Path) -> list[Part]:
         *(runs if files else []),
         benchmark_part(),
         *(replace(part, takes_spare_time=True) for part in tools),
+    ]
+
+
+def vllm_parts(packages: Path) -> list[Part]:
+    """Return the parts that test the engine over vLLM: contract suite and random schedules."""
+    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm")
+    tests = pytest_part("vllm", suites, "not slow", limit_s=190.0)
+    return [
+        facts_part(),
+        install_part(packages),
+        replace(tests, command=[*tests.command, "-k", "vllm"]),
     ]
 
 
@@ -209,6 +222,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     calls = parser.add_subparsers(dest="call", required=True)
     calls.add_parser("first", help="facts, tests and the benchmark")
+    calls.add_parser("vllm", help='tests of engine="vllm"')
     again = calls.add_parser("again", help="tests that failed, and the benchmark")
     again.add_argument("tests", metavar="FILE", type=Path, help="their node ids, a line each")
     arguments = parser.parse_args(argv)
@@ -222,6 +236,8 @@ def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")
+    if arguments.call == "vllm" and find_spec("vllm") is None:
+        return refuse("vLLM is not installed in this Python: docs/how-to/vllm.md names the version")
     out = Path(os.environ.get("OUT") or RESULTS).resolve()
     # SIGINT tells a part to print its summary. A background job starts with SIGINT ignored,
     # and so do its children.
@@ -243,6 +259,8 @@ def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
         packages = packages_in(scratch)
         if arguments.call == "first":
             return run_parts(first_parts(packages), runner, results, FIRST_S)
+        if arguments.call == "vllm":
+            return run_parts(vllm_parts(packages), runner, results, VLLM_S)
         return run_parts(again_parts(packages, asked), runner, results, AGAIN_S)
 
 

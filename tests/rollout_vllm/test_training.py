@@ -1,5 +1,5 @@
-"""GRPO over a fleet of two engines of vLLM, through an engine that is killed, one that stands still,
-one that joins late, and at last a coordinator that is killed."""
+"""GRPO over a fleet of two engines of vLLM. One engine is killed, one stands still, one joins late,
+and at the end the coordinator is killed."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ async def train(seed: int, directory: Path) -> str:
     assert max(lags) <= BOUND, "so is the age of a token's policy"
     assert last > first + 0.25
     return (
-        f"reward {first:.2f} -> {last:.2f}, {len(seen)} rollouts, tokens by the age of their oldest "
-        f"KV {dict(ages)}, by the age of their policy {dict(lags)}"
+        f"reward {first:.2f} -> {last:.2f}, {len(seen)} rollouts, tokens by the age of their "
+        f"oldest KV {dict(ages)}, by the age of their policy {dict(lags)}"
     )
 
 
