@@ -174,20 +174,21 @@ def train(
             # All rows begin with the same examples, so one batch of all computes these once.
             batch = collate_rollouts(requests, rewards, train_version=version)
             trainer_BT = compute_logprobs(policy, batch, update)
-            old_BT = compute_logprobs(first, batch, update)
             of: dict[str, Any] = {"seed": seed, "version": version}
             begin = 0
             for (name, bound), (own, _) in sampled.items():
                 rows_B = slice(begin, begin + len(own))
                 mask_BT, begin = batch.mask_BT[rows_B], begin + len(own)
                 engine_N = batch.behaviour_logprobs_BT[rows_B][mask_BT]
-                trainer_N, old_N = trainer_BT[rows_B][mask_BT], old_BT[rows_B][mask_BT]
+                trainer_N = trainer_BT[rows_B][mask_BT]
                 age = float(oldest_ages(own).mean())
                 yield gap_of(engine_N, trainer_N, age, engine=name, bound=bound, **of)
-                if begin == len(own):  # the first engine, with new KV alone
-                    yield gap_of(old_N, trainer_N, version, engine=OLD_WEIGHTS, bound=bound, **of)
-            own, own_rewards = next(iter(sampled.values()))
+            (_, bound), (own, own_rewards) = next(iter(sampled.items()))
             train_batch = collate_rollouts(own, own_rewards, train_version=version)
+            mask_BT = train_batch.mask_BT
+            old_N = compute_logprobs(first, train_batch, update)[mask_BT]
+            trainer_N = trainer_BT[: len(own), : mask_BT.shape[1]][mask_BT]
+            yield gap_of(old_N, trainer_N, version, engine=OLD_WEIGHTS, bound=bound, **of)
             step(policy, optimizer, train_batch, sizes.group_size, settings)
             for llm in llms.values():
                 llm.update_weights(policy, version + 1, in_flight=True)
