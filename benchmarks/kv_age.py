@@ -1,7 +1,8 @@
 """How far log-probs of engine and trainer drift apart with the age of the KV, over two engines.
 
     python -m benchmarks.kv_age                # an hour on one core; needs SmolLM2 and vLLM
-    python -m benchmarks.kv_age --engines rollout --seeds 0
+    python -m benchmarks.kv_age --engines rollout --seeds 0 --output a.jsonl
+    python -m benchmarks.kv_age --seeds --rows a.jsonl b.jsonl   # runs nothing: table and plot
     python -m benchmarks.kv_age --small        # seconds, with a random model: shows that it runs
 
 SmolLM2-135M learns by GRPO. After each update the new weights go to several engines, which answer
@@ -253,8 +254,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
         for name, bound in lines:
             by_version: dict[int, list[float]] = defaultdict(list)
             for gap in gaps:
-                if (gap.engine, gap.bound) == (name, bound):
-                    by_version[gap.version].append(max(gap.gap, 1e-8))
+                if (gap.engine, gap.bound) == (name, bound) and gap.version:
+                    by_version[gap.version].append(gap.gap)
             if not by_version:
                 continue
             versions, values = zip(*sorted(by_version.items()), strict=True)
@@ -274,7 +275,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="rows of earlier runs")
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--bounds", nargs="+", choices=BOUNDS, default=list(BOUNDS))
@@ -282,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("kv_age.jsonl"), help="rows as JSON")
     parser.add_argument("--plot", type=Path, default=PLOT)
     given = parser.parse_args(argv)
-    gaps: list[Gap] = []
+    gaps = [Gap(**json.loads(line)) for path in given.rows for line in path.open()]
     num_steps = 3 if given.small else given.steps
     with given.output.open("a") as output:
         for seed in given.seeds:
@@ -290,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 gaps.append(gap)
                 output.write(json.dumps(asdict(gap)) + "\n")
                 output.flush()
-    print(f"{describe(InferenceConfig(num_threads=1))}, {num_steps} updates\n\n{table(gaps)}")
+    print(f"{describe(InferenceConfig(num_threads=1))}\n\n{table(gaps)}")
     draw(gaps, given.plot)
 
 
