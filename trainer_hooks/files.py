@@ -1,8 +1,8 @@
 """Replacement of files and directories that a kill cannot leave half written.
 
-Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.train.run_files`
-and `trainer_hooks.doctor.command`. A file is always the old or the new one. A directory may be
-absent after a kill, until `restore_directory`.
+Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.doctor.command`
+and by `plots`, `report` and `run_files` of `trainer_hooks.train`. After a kill a file is the old or
+the new one. A directory can be absent after a kill, until `restore_directory` is called.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` by the file that `write` writes, and make the parent directories.
+    """Replace `path` by the file that `write` writes. Makes missing parent directories.
 
-    `write` gets a path beside `path`. The file is flushed to the disk and then renamed.
+    `write`: called with the path of a temporary file in the same directory. That file is flushed to
+    the disk and then renamed to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
@@ -31,7 +32,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Replace the directory `target` by `staging`. Renames `target` first, then `staging`."""
+    """Replace the directory `target` by `staging`, which is renamed. The old `target` is deleted
+    last.
+    """
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
@@ -44,7 +47,10 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Rename the old `target` back if a kill left no new one, else delete what is left of it."""
+    """Repair `target` after an interrupted `replace_directory`.
+
+    The old directory is renamed back if there is no new one, and deleted otherwise.
+    """
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)
@@ -52,7 +58,6 @@ def restore_directory(target: Path) -> None:
 
 
 def _outdated(target: Path) -> Path:
-    """Return the path to which `replace_directory` renames the old directory."""
     return target.with_name(f".{target.name}.old")
 
 
