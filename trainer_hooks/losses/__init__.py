@@ -1,10 +1,11 @@
-"""Policy and value losses on token log-probs, the corrections for old tokens, and diagnostics.
+"""Policy and value losses on token log-probs, corrections for old tokens, and diagnostics.
 
-Used by users' training loops, `trainer_hooks.update` and the training job.
+Used by users' training loops and `trainer_hooks.update.micro_batches`. `trainer_hooks.train`
+imports its modules.
 
-Shape letters of the package: B rows (token sequences; see RolloutBatch), T positions of prompt +
-completion, right padded.
-Column t of a log-prob tensor is the log-prob of token t. The mask is 1 on the tokens trained on.
+Shape letters of the package: B rows (token sequences, see RolloutBatch), T positions of prompt and
+completion, padded on the right. Column t of a log-prob tensor is the log-prob of token t. The mask
+is 1 on the tokens to train on.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names

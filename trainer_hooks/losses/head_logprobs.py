@@ -1,11 +1,12 @@
 """Log-probs and entropies of final hidden states, without ever holding all logits.
 
-The logits of a batch take more memory than anything else of a trainer: for each token as many
-float32 numbers as the vocabulary has ids. Here they are computed in chunks of tokens, once in the
-forward pass and again in the backward pass. Used by `trainer_hooks.update.tree_pass`.
+Used by `trainer_hooks.update.tree_pass` and `trainer_hooks.update.lean_passes`. All logits of a
+batch would take more memory than anything else of a trainer. They are computed in chunks of tokens,
+once in the forward pass and again in the backward pass. The backward pass writes to the `grad` of
+the head's weight.
 
-Shape letters: R hidden states, C those of a chunk, E hidden size, V vocabulary, M pairs of a hidden
-state and a token.
+Shape letters: R hidden states, C hidden states of a chunk, E hidden size, V vocabulary, M pairs of
+a hidden state and a token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _CHUNK_BYTES = 16 << 20  # of float32 logits
 class Head:
     """A language-model head: softcap * tanh(scale * (h @ weight.T + bias) / softcap).
 
-    `scale`: the factor by which Granite and Cohere multiply logits. `softcap`: the bound of Gemma's
-    logits; None leaves logits as they are.
+    `scale`: the factor by which Granite and Cohere multiply logits.
+    `softcap`: the bound of Gemma's logits. None leaves logits unbounded.
     """
 
     weight_VE: Tensor
@@ -73,8 +74,6 @@ def logits_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The function `head_logprobs`. Its backward pass computes the logits again, in chunks."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -142,13 +141,13 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor to which a backward pass shall add the gradient of `weight`, and the gradient
-    that it then returns to autograd.
+    """Return the tensor to which a backward pass must add the gradient of `weight`, and its result.
 
-    They are `weight.grad`, made if there is none, and None: a gradient of its own would take as
-    much memory as the weight until the end of the backward pass. If hooks must see the gradient,
-    both are new zeros.
+    The result is what the backward pass returns to autograd for `weight`. The two are
+    `weight.grad`, made if missing, and None. If hooks must see the gradient, or `weight` is no
+    leaf, both are the same new zeros.
     """
+    # A gradient of its own would take as much memory as the weight until the backward pass ends.
     if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
@@ -158,7 +157,7 @@ def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunks(num_rows: int, vocabulary: int, rows_M: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the hidden states and of the pairs that belong to them."""
+    """Yield slices of the hidden states, each with the slice of its pairs."""
     size = max(1, _CHUNK_BYTES // (4 * vocabulary))
     starts = range(0, num_rows, size)
     bounds = torch.tensor([*starts, num_rows], device=rows_M.device)

@@ -1,7 +1,7 @@
 """Terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
 
-Used by the modules policy, corrections, diagnostics and kl of `trainer_hooks.losses`, and by
-`trainer_hooks.update.micro_batches` (`aggregation_denominator`). Pure functions.
+Used by the modules `policy`, `corrections`, `diagnostics` and `kl` of `trainer_hooks.losses`, and
+by `trainer_hooks.update.micro_batches`. No function has side effects.
 
 Shape letters: B rows, T positions.
 """
@@ -44,9 +44,9 @@ def log_ratios(
 def rollout_log_ratios(
     log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: RatioLevel
 ) -> torch.Tensor:
-    """Return log ratios [B, 1] for a level of whole rollouts, or [B, T] for `token`.
+    """Return log ratios, [B, T] for the level `token` and [B, 1] for the levels of whole rollouts.
 
-    `sequence` is the log of the product over the trained tokens, `geometric` the log of their
+    `sequence` is the log of the product over the trained tokens. `geometric` is the log of their
     geometric mean (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
     """
     if level == "token":
@@ -65,10 +65,10 @@ def differentiable_ratios(
 ) -> torch.Tensor:
     """Return pi / anchor per token [B, T], with a gradient to `logprobs_BT`.
 
-    With a level of whole rollouts, every token has its rollout's ratio s, and the gradient of s is
-    divided among the rollout's tokens: s * exp(c (log pi - sg(log pi))), where sg stops the
-    gradient and c makes the mean over tokens have the gradient of s. So advantages may differ
-    within a rollout. Source: GSPO-token, Zheng et al. 2025, eq. 14.
+    With a level of whole rollouts, every token has its rollout's ratio s and a share of the
+    gradient of s, so advantages may differ within a rollout. The formula is s * exp(c (log pi -
+    sg(log pi))), where sg stops the gradient. The factor c makes the mean over tokens have the
+    gradient of s. Source: GSPO-token, Zheng et al. 2025, eq. 14.
     """
     if level == "token":
         return log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT).exp()
@@ -84,7 +84,7 @@ class TokenLosses:
 
     `is_low_BT`: True where the ratio is below the clip range and A < 0.
     `is_high_BT`: True where the ratio is above the clip range and A > 0.
-    `is_dual_BT`: True where the dual clip acts; None without a dual clip.
+    `is_dual_BT`: True where the dual clip acts, or None without a dual clip.
     Values outside the mask have no meaning.
     """
 
@@ -109,9 +109,9 @@ def token_losses(
     """Return the token losses, with r = pi / anchor at the kind's level and its clip range.
 
     Most kinds: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
-    cispo: -sg(clip(r)) A log pi. Every token keeps a gradient; the clip only bounds its weight.
-    sapo: -4 / t sigmoid(t (r - 1)) A, with temperature t by the sign of A. The slope is 1 at r = 1
-    and falls with the distance from it.
+    cispo: -sg(clip(r)) A log pi. Every token keeps a gradient, and the clip only bounds its weight.
+    sapo: -4 / t sigmoid(t (r - 1)) A, with temperature t by the sign of A. The sigmoid's slope is 1
+    at r = 1 and falls with the distance from 1.
     """
     kind = KINDS[config.kind]
     epsilon_low, epsilon_high = config.clip_range
@@ -180,9 +180,10 @@ def aggregation_denominator(
     aggregation: Aggregation,
     rollout_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the divisor of `aggregate`: the number of trained tokens, or of rollouts with one.
+    """Return the divisor of `aggregate`, at least 1: the number of trained tokens, or of rollouts
+    with one.
 
-    At least 1. Give a whole batch's divisor to the losses of all its micro-batches.
+    Give a whole batch's divisor to the losses of all its micro-batches.
     """
     if aggregation == "token-mean":
         return mask_BT.sum().clamp(min=1)
