@@ -1,6 +1,6 @@
-"""Checks that a model keeps packed rollouts apart, which are concatenated to one row.
+"""Checks that a model keeps rollouts apart that are packed into one row.
 
-Used by `trainer_hooks.update.micro_batches` before it computes packed rows.
+Used by `trainer_hooks.update.micro_batches` before it computes packed rows. It runs the model.
 
 Shape letters: N tokens of one row, V vocabulary.
 """
@@ -23,8 +23,8 @@ _BEFORE, _OTHER_BEFORE, _BEHIND = range(1, 9), range(8, 0, -1), range(3, 11)
 def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) -> None:
     """Raise ConfigError if `policy` computes packed rollouts differently from separate ones.
 
-    A call costs three forward passes of a few tokens without a gradient, which are collectives
-    under FSDP. Later calls with the same module use the cached result. `device`: device of the
+    The first call with a module makes three forward passes of a few tokens without a gradient,
+    which are collectives under FSDP. Later calls use the cached result. `device`: device of the
     token ids.
     """
     if isinstance(policy, nn.Module):
@@ -42,7 +42,7 @@ def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) 
 
 @torch.no_grad()
 def _fault(policy: Callable[..., Any], device: torch.device) -> str | None:
-    """Return a text on how a packed rollout differs from a separate one; None if it does not."""
+    """Return a text on how a packed rollout differs from a separate one, or None if it does not."""
     alone_NV = _logits(policy, [_BEHIND], device)
     packed = (
         _logits(policy, [before, _BEHIND], device)[len(before) :]

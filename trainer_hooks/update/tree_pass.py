@@ -1,8 +1,8 @@
 """Log-probs of a batch by forward passes over trees of its tokens (`token_tree`).
 
-Works for causal models of transformers that take a position id for each token and a mask for each
-pair of tokens. `tree_fault` finds out whether a model does, by comparison with a plain pass.
-Used by `trainer_hooks.update.micro_batches`.
+Used by `trainer_hooks.update.micro_batches`. Trees need a causal model of transformers that takes a
+position id for each token and a mask for each pair of tokens. `tree_fault` tests a model by
+comparison with a plain pass.
 
 Shape letters: B rows, T positions, N nodes, E hidden size, V vocabulary, R nodes that predict a
 trained token, M trained tokens.
@@ -27,9 +27,9 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both are 0 elsewhere. Their gradients are for `backward()`, which may add the gradients of
-    embeddings and head in place. `mask_BT` must be False in column 0, which nothing predicts.
-    Tokens from a row's last trained token on are not computed, nor is padding.
+    Both are 0 elsewhere. Take their gradients by `backward()`, which may add the gradients of
+    embeddings and head in place. `mask_BT` must be False in column 0, because no token predicts it.
+    Padding, and tokens from a row's last trained token on, are not computed.
     """
     device = tokens_BT.device
     tree = TokenTree.of(rows_before_last(tokens_BT, mask_BT))
@@ -51,7 +51,7 @@ def tree_logprobs(
 
 
 def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """Return each row's tokens before its last trained token: all that predicting it needs."""
+    """Return the tokens of each row before its last trained token."""
     columns_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     ends = (mask_BT * columns_T).amax(dim=1).tolist()
     return [row[:end] for row, end in zip(tokens_BT.tolist(), ends, strict=True)]
@@ -83,10 +83,8 @@ def _model(policy: Any) -> Any:
 
 
 def _plain_head(policy: Any) -> Head | None:
-    """Return the head, or None if the logits must come from a pass of the whole model.
-
-    They must under FSDP2, which gathers weights only in that pass, and for a head with an adapter.
-    """
+    """Return the head, or None if the logits must come from a pass of the whole model."""
+    # FSDP2 gathers weights only in such a pass, and a head with an adapter is no nn.Linear.
     linear = _model(policy).get_output_embeddings()
     if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
         return None
@@ -98,10 +96,11 @@ def _plain_head(policy: Any) -> Head | None:
 
 
 def pair_cost(policy: Any) -> float:
-    """Return the cost of attention for one pair of tokens over the cost of a token's products.
+    """Return the cost of attention for one pair of tokens, divided by the cost of a token's
+    products.
 
-    Costs are numbers of multiplications: 2 heads * head_dim for a pair in each layer, and for a
-    token the number of the body's parameters without its embeddings.
+    Costs are numbers of multiplications. A pair costs 2 heads * head_dim in each layer. A token
+    costs the number of the body's parameters without its embeddings.
     """
     body = _body(policy)
     config = body.config.get_text_config()
@@ -113,7 +112,7 @@ def pair_cost(policy: Any) -> float:
 
 
 def max_depth(policy: Any) -> int | None:
-    """Return the size of the model's sliding window or attention chunk; None if it has none.
+    """Return the size of the model's sliding window or attention chunk, or None if it has neither.
 
     A tree's mask replaces the masks of windows and chunks, so rows must fit into them.
     """
@@ -123,9 +122,9 @@ def max_depth(policy: Any) -> int | None:
 
 
 def tree_fault(policy: Any, device: torch.device) -> str | None:
-    """Return a text on why `policy` cannot compute trees; None if it can.
+    """Return a text on why `policy` cannot compute trees, or None if it can.
 
-    The first call with a module compares two small passes over trees with a plain one.
+    The first call with a module compares two small passes over trees with a plain pass.
     """
     if not isinstance(policy, nn.Module) or not hasattr(policy, "config"):
         return "it is no module of transformers"
