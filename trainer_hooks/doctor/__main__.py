@@ -1,4 +1,6 @@
-"""Entry point of `python -m trainer_hooks.doctor`; the program is trainer_hooks.doctor.command."""
+"""Entry point of `python -m trainer_hooks.doctor`, which runs `main` of
+`trainer_hooks.doctor.command`.
+"""
 
 import sys
 

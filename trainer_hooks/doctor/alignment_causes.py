@@ -1,6 +1,6 @@
 """Hypotheses that a log-prob was computed at a wrong position, over padding or with dropout.
 
-Used by `trainer_hooks.doctor.diagnosis`.
+Used by `trainer_hooks.doctor.diagnosis`. No function changes the models or the batch.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ _SHIFT_REMEDY = (
 
 
 def shift_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield two hypotheses: the log-probs stand one column too late, and one too early."""
+    """Yield two hypotheses: the log-probs stand one column too late, or one column too early."""
     tokens = case.tokens
     for shift, word in ((1, "late"), (-1, "early")):
         columns_N = tokens.column_N - shift  # the column to which this log-prob belongs
@@ -86,8 +86,9 @@ def padding_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the batch's own position ids and attention mask were used, if they
-    are wrong.
+    """Yield the hypothesis that the batch's own position ids and attention mask are wrong.
+
+    Yields nothing if both fit the batch's tokens.
     """
     batch, tokens = case.batch, case.tokens
     expected_BT = torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.position_ids_BT)
@@ -146,9 +147,7 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """Return the logits of `_right_padded` without an attention mask, for which transformers starts
-    a new sequence where the position ids jump.
-    """
+    # Without a mask, transformers starts a new sequence where the position ids jump.
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)
     return row_logits(model, tokens_T, position_ids_T=positions_T)
