@@ -16,10 +16,9 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors in the order of names. DeepSpeed frees each one before the next.
+    """Yield whole tensors in the order of names. DeepSpeed frees each tensor before the next.
 
-    Gathering is a collective of all ranks. Tensors that are not partitioned are yielded as they
-    are.
+    Gathering is a collective of all ranks. Tensors that are not partitioned are yielded unchanged.
     """
     import deepspeed
 
