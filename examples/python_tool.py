@@ -4,8 +4,8 @@
 
 A small random model is asked for a sum, a difference or a product, and has a Python tool. Each of a
 few programs is one token. Some programs loop for ever, take all memory, read the machine's files or
-start processes without end. The sandbox stops or refuses these, and other rollouts are not
-affected. With GRPO the model learns which program to run. docs/how-to/environment-packages.md says
+start processes without end. The sandbox stops or refuses these, without an effect on other
+rollouts. With GRPO the model learns which program to run. docs/how-to/environment-packages.md says
 what the sandbox protects against.
 """
 
@@ -52,7 +52,7 @@ PYTHON = PythonLimits(cpu_s=1, memory_bytes=256 << 20)
 
 
 class Calculation(ToolEnvironment):
-    """One question about two numbers, which programs know as `a` and `b`. The model does not."""
+    """One question about two numbers. Programs know them as `a` and `b`, and the model does not."""
 
     def __init__(self, python: PythonTool) -> None:
         self._python = python
@@ -111,7 +111,7 @@ def tiny_policy(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def questions(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return rows with a prompt and two numbers, whose sum, difference and product differ."""
+    """Return rows with a prompt and two numbers. Every third row asks for a sum."""
     numbers = random.Random(seed)
     return [
         {
