@@ -5,8 +5,8 @@ python scripts/run_pictures.py --runs DIR DIR DIR  # of finished runs of benchma
 
 Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
 folder, reads the screen of its terminal, and writes dashboard.svg and report.png to docs/images.
-With --runs it writes report-runs.png, and report-samples.png of the first run's last seed.
-Needs pyte (pip install pyte), and chromium for the report.
+With --runs it writes report-runs.png, and report-samples.png of the first run's last seed. Needs
+pyte (pip install pyte) and chromium.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 110, 40
 RUN_NAME = "pictures"
-NUM_COLOURS = 128  # of a PNG; halves its size
-MAX_BYTES = 300_000  # of a PNG in docs/
-PAGE_WIDTH, TALL = 1280, 6_000  # pixels; TALL holds the whole report
+NUM_COLOURS = 128  # colours of a PNG, which halve its size
+MAX_BYTES = 300_000  # limit on a PNG in docs/
+PAGE_WIDTH, TALL = 1280, 6_000  # pixels. The whole report fits into TALL.
 PALETTE = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names of yellow
 
 
@@ -111,7 +111,9 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
 
 
 def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
-    """Start `command` in a pseudo-terminal. Returns its process id and the terminal's file."""
+    """Start `command` in a pseudo-terminal. Returns its process id and the terminal's file
+    descriptor.
+    """
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
@@ -122,9 +124,10 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """Return how well the screen suits: 3 for a dashboard after `step` with a part of the next
-    batch and its reward, 2 with a part of the next batch, 1 for another dashboard after `step`, 0
-    for any other screen.
+    """Return how suitable the screen is, from 0 to 3.
+
+    0 is no dashboard after `step`. 1 is such a dashboard, 2 one with a part of the next batch, 3
+    one that also shows the next batch's reward.
     """
     shown = "\n".join(lines)
     steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
@@ -162,7 +165,7 @@ def style_of(cell: Any) -> str:
 def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool = False) -> None:
     """Write the first `height` pixels of the page at `url` to `path`, by a headless browser.
 
-    `is_end`: write the last `height` pixels that are not empty instead.
+    `is_end`: True writes the last `height` pixels that are not empty instead.
     """
     with tempfile.TemporaryDirectory() as profile:
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
@@ -179,7 +182,7 @@ def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool 
 
 
 def shrink(source: Path, target: Path) -> None:
-    """Write `source` to `target` with fewer colours. Raises SystemExit if that is too large."""
+    """Write `source` to `target` with fewer colours. Raises SystemExit if the file is too large."""
     with Image.open(source) as image:
         image.convert("RGB").quantize(NUM_COLOURS).save(target, optimize=True)
     if target.stat().st_size > MAX_BYTES:
