@@ -37,9 +37,7 @@ Sum = tuple[int, int]
 
 
 def is_right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 for a completion that equals its answer, apart from surrounding white space,
-    else 0.
-    """
+    """Return 1 for a completion that equals its answer, ignoring white space around it, else 0."""
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 

@@ -1,9 +1,8 @@
 """Asynchronous GRPO: a tiny random model learns to count.
 
-    python examples/async_minimal.py [--in-process] [--suspend]
+python examples/async_minimal.py [--in-process] [--suspend]
 
---in-process runs the engine in this process. --suspend suspends the engine while the trainer works.
-`benchmarks.staleness_bound` uses its reward and settings.
+--suspend suspends the engine while the trainer works. `benchmarks.staleness_bound` uses `reward`.
 """
 
 import asyncio
@@ -35,9 +34,7 @@ ENGINE: dict[str, Any] = dict(max_sequence_length=7, num_threads=1)
 def reward(
     prompts: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[float]:
-    """Return for each rollout the fraction of its generated tokens that equal the token before plus
-    1.
-    """
+    """Return each rollout's fraction of generated tokens that equal the token before plus 1."""
     rollouts = [[*prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
     return [sum(b == a + 1 for a, b in pairwise(r)) / (len(r) - 1) for r in rollouts]
 

@@ -41,7 +41,7 @@ ENGINE = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_si
 
 
 class SumTokenizer:
-    """One token for each character and each number from 10 to 19, so texts have several encodings.
+    """One token per character and per number from 10 to 19, so texts have several encodings.
 
     The end token is CALL.
     """

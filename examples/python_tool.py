@@ -169,7 +169,6 @@ async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
 
 
 def _ends(batch: Any) -> str:
-    """Return a text with the numbers of a batch's programs that ran, failed and were stopped."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     ends = Counter(end for r in rollouts for end in r.state["environment"]["programs"])
     return ", ".join(f"{ends[end]} {end}" for end in ("ran", "failed", "stopped"))

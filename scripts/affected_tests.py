@@ -59,9 +59,7 @@ OTHERS: dict[str, list[str]] = {
 
 
 def tests_of(path: PurePosixPath) -> list[str]:
-    """Return the test files or folders of a file or folder of the repository, or [] if it
-    has none.
-    """
+    """Return the test files or folders of a path of the repository, or [] if it has none."""
     if path.parts[:1] == ("tests",):
         is_test = path.suffix != ".py" or path.name.startswith("test_")
         return [str(path if is_test else path.parent)] if len(path.parts) > 2 or is_test else []

@@ -50,10 +50,7 @@ PROGRAMS = {
 
 
 def check(extra: str, source: Path) -> tuple[str, int]:
-    """Install `extra` of the project in `source`, and run its program.
-
-    Returns "ok" or the last line of the error, and the environment's size in bytes.
-    """
+    """Install `extra` and run its program. Returns "ok" or the error, and the size in bytes."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
     assert torch is not None

@@ -89,9 +89,7 @@ def pinned_versions(constraints: str) -> dict[str, str]:
 
 
 def requirements(constraints: str) -> dict[str, str]:
-    """Return the version of each of PACKAGES. Raises ValueError if a package has no pinned
-    version.
-    """
+    """Return the pinned version of each of PACKAGES. Raises ValueError if one has no pin."""
     pinned = pinned_versions(constraints)
     missing = [name for name in PACKAGES if name not in pinned]
     if missing:
@@ -108,9 +106,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(wanted: dict[str, str], file_names: Iterable[str]) -> Plan:
-    """Return a plan: keep one fitting wheel for each of `wanted`, remove others, fetch missing
-    ones.
-    """
+    """Plan to keep one fitting wheel for each of `wanted`, remove others and fetch missing ones."""
     plan = Plan([], [], dict(wanted))
     for file_name in sorted(file_names):
         wheel = parse_wheel(file_name)
@@ -203,10 +199,7 @@ class Compiled(NamedTuple):
 
 
 def compile_all(launches: Path, cache: Path) -> Compiled:
-    """Compile recorded launches into a cache, in several processes.
-
-    Raises RuntimeError if a process fails.
-    """
+    """Compile recorded launches, in several processes. Raises RuntimeError if a process fails."""
     num_launches = len(launches.read_text(encoding="utf-8").splitlines())
     count = min(os.cpu_count() or 1, 1 + num_launches // LAUNCHES_PER_PROCESS)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -251,9 +244,7 @@ def missing_kernels(launches: Path, packed: Path) -> list[str]:
 
 
 def fill_triton(packed: Path) -> bool:
-    """Record, compile and pack all kernels. Prints errors and returns False if some may be
-    missing.
-    """
+    """Record, compile and pack all kernels. Returns False, after a message, if some are missing."""
     with tempfile.TemporaryDirectory() as folder:
         launches = Path(folder, "launches")
         failed = record(launches)
@@ -268,10 +259,7 @@ def fill_triton(packed: Path) -> bool:
 
 
 def fetch_wheels() -> bool:
-    """Remove wheels that do not fit, and download missing ones.
-
-    Prints the error and returns False if a wheel is still missing.
-    """
+    """Fetch missing wheels and remove others. Returns False, after a message, on failure."""
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))
     for file_name in plan.remove:

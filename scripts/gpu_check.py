@@ -63,10 +63,8 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts that run the tests listed in the file `tests`, the benchmark, and NVIDIA's
+    """Return the parts that run the tests listed in the file `tests`, the benchmark and NVIDIA's
     tools.
-
-    The tools get the remaining time.
     """
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
@@ -95,9 +93,7 @@ def facts_part() -> Part:
 
 
 def install_part(packages: Path) -> Part:
-    """Return the part that installs the wheels into `packages`, apart from the machine's
-    packages.
-    """
+    """Return the part that installs the wheels into `packages`."""
     options = ["--disable-pip-version-check", "--root-user-action=ignore", "--quiet", "--no-index"]
     options += ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
@@ -145,9 +141,8 @@ def files_of(tests: Path) -> list[str]:
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """Return the environment variables of every part.
-
-    Python imports this tree and the bundle's packages first.
+    """Return the environment of every part. Python imports this tree and the bundle's packages
+    first.
     """
     paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
@@ -187,7 +182,7 @@ def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
 def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: float) -> int:
     """Run all parts within `total_s` seconds and print the summary. Returns the exit status.
 
-    Stops after the facts if they say that nothing can run here.
+    Only the facts are run if they show that nothing can run here.
     """
     end = runner.clock.now() + total_s - OWN_S
     for index, part in enumerate(parts):

@@ -148,9 +148,7 @@ class Runner:
         return is_late, process.returncode
 
     def _lists(self, part: Part) -> dict[str, str]:
-        """Return the environment variables for tests/device_journal.py, or {} for other
-        commands.
-        """
+        """Return the environment variables that tests/device_journal.py reads."""
         if not part.has_tests:
             return {}
         variables = {JOURNAL: str(self.journal), PART: part.name}

@@ -139,10 +139,7 @@ def stacks_in(text: str) -> list[list[str]]:
 
 
 def innermost_frame(stacks: Sequence[Sequence[str]], test: str = "") -> str:
-    """Return the innermost frame of the first stack, or of the first stack that runs `test`.
-
-    Returns "" if there is no such stack.
-    """
+    """Return the innermost frame of the first stack (of `test`, if given), or "" without one."""
     function = test.rpartition("::")[2].partition("[")[0]
     for frames in stacks:
         if not test or any(frame.endswith(f" {function}") for frame in frames):

@@ -208,9 +208,8 @@ Status = Neutral | Refused | None
 
 
 def keys_of(tree: ast.Module, source: Source) -> set[str]:
-    """Return the keys that the classes and function of `source` declare in `tree`, its file.
-
-    Raises LookupError if there are none.
+    """Return the keys that `source` declares in `tree`, its file. Raises LookupError
+    without a key.
     """
     keys = set()
     for name in source.classes:
@@ -229,10 +228,7 @@ _INTERNAL_BASES = ("BaseReq",)
 
 
 def _fields(tree: ast.Module, name: str) -> set[str]:
-    """Return the public fields of a class and of its bases in the same file, with their aliases.
-
-    Raises LookupError if there is no such class.
-    """
+    """Return the public fields and aliases of a class. Raises LookupError without such a class."""
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if not found:
         raise LookupError(f"there is no class {name}")
@@ -273,10 +269,8 @@ def _aliases(value: ast.expr | None) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
-    """Return the parameters that a FastAPI handler gets, and the keys that its code reads.
-
-    They come from the query if `of_query`, else from the body.
-    """
+    """Return the parameters that a FastAPI handler gets from the query or the body."""
+    # They are declared, or read by the handler's code.
     (node,) = (
         each
         for each in tree.body
@@ -305,7 +299,7 @@ def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
 
 
 def _constants(tree: ast.Module, name: str) -> set[str]:
-    """Return the strings of the module's constant `name`. Raises LookupError without one."""
+    """Return the strings of the module's constant `name`. Raises LookupError without it."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             parts = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
@@ -326,7 +320,6 @@ def _download(package: Package, folder: Path) -> Path:
 
 
 def _texts(path: Path, names: set[str]) -> dict[str, str]:
-    """Return the texts of the files `names` inside a source distribution or a wheel, by name."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             return {name: wheel.read(name).decode() for name in names}
@@ -413,11 +406,8 @@ the fields of other servers and clients from their released packages. A test com
 
 
 def _places() -> dict[str, type[Fields]]:
-    """Return the structs of bodies, of objects in them, and of queries, of all protocols.
-
-    A key has the form of a Source's `route`.
-    """
-    found: dict[str, type[Fields]] = {}
+    """Return the structs of bodies, of objects in bodies, and of queries, by place."""
+    found: dict[str, type[Fields]] = {}  # a place has the form of a Source's `route`
     for route in routes_of(PROTOCOLS):
         start = f"{route.method} {route.path}"
         for place, struct in ((start, route.body), (f"{start} ?", route.query)):

@@ -53,9 +53,7 @@ class Recorder:
         self.interprets = True
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Write the launch of a kernel's `function`, unless a launch of its kind was written
-        before.
-        """
+        """Write the launch of a kernel's `function`, unless a launch of its kind was written."""
         line = describe(function, args, kwargs)
         if line not in self._seen:
             self._seen.add(line)
@@ -102,11 +100,7 @@ def describe(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 
 def _described(value: Any, is_constant: bool) -> Any:
-    """Return an argument for JSON: ["tensor", dtype, is aligned], ["dtype", name], or a value
-    itself.
-
-    One number stands for all numbers that Triton treats alike, unless it is a constant.
-    """
+    """Return an argument as JSON. One number stands for all numbers that Triton treats alike."""
     if isinstance(value, Tensor):
         is_aligned = value.data_ptr() % ALIGNMENT == 0
         return ["tensor", str(value.dtype).removeprefix("torch."), is_aligned]
@@ -145,8 +139,6 @@ def with_variants(lines: Iterable[str]) -> list[str]:
 
 
 class _OfflineDriver:
-    """The part of a Triton driver that its just-in-time compiler calls before a launch."""
-
     def get_current_target(self) -> GPUTarget:
         return H100
 
@@ -174,9 +166,7 @@ class Compiler:
         self._libraries = libraries
 
     def compile(self, lines: Iterable[str]) -> None:
-        """Compile recorded launches. Call this once in a process: it sets Triton's driver and
-        hooks.
-        """
+        """Compile recorded launches. Call this once in a process, since it sets Triton's driver."""
         make_libcuda(self._libraries)
         driver.set_active(_OfflineDriver())
         knobs.nvidia.libcuda_path = str(self._libraries)
@@ -200,11 +190,8 @@ class Compiler:
     def _build_module(
         self, src: str, name: str, library_dirs: Any, include_dirs: Any, libraries: Any, *_: Any
     ) -> Any:
-        """Compile a module into the cache, as a replacement of Triton's
-        `compile_module_from_src`.
-        """
-        # Triton's own function also loads the module, which needs a driver. The cache's key depends
-        # on Python's linkage, so a module is stored under the key of each of LINKAGES.
+        # Replaces Triton's `compile_module_from_src`, which also loads the module and so needs a
+        # driver. The cache's key depends on Python's linkage, so a module has a key per LINKAGES.
         file_name = name + sysconfig.get_config_var("EXT_SUFFIX")
         *machine, _ = build.platform_key().split(",")
         platforms = (",".join([*machine, linkage]) for linkage in LINKAGES)
@@ -230,8 +217,6 @@ class Compiler:
 
 
 class _Module:
-    """Stands for a module that was compiled and not loaded. Every attribute is None."""
-
     def __getattr__(self, name: str) -> None:
         return None
 
@@ -247,7 +232,6 @@ def compile_launch(line: str) -> Any:
 
 
 def _argument(described: Any) -> Any:
-    """Return an argument for which Triton compiles the same kernel as for the recorded one."""
     if not isinstance(described, list):
         return described
     kind, name, *is_aligned = described
@@ -258,9 +242,7 @@ def _argument(described: Any) -> Any:
 
 
 def make_libcuda(folder: Path) -> None:
-    """Write a library with the driver's name and functions to `folder`, to link with without a
-    driver.
-    """
+    """Write a stand-in for the CUDA driver's library to `folder`, to link with without a driver."""
     # A linker records only libraries that resolve a symbol, so the library needs the functions.
     header = Path(nvidia.dirname, "include", "cuda.h").read_text(encoding="utf-8")
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))

@@ -111,9 +111,7 @@ def draw_dashboard(folder: Path, step: int, overrides: list[str]) -> None:
 
 
 def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
-    """Start `command` in a pseudo-terminal. Returns its process id and the terminal's file
-    descriptor.
-    """
+    """Start `command` in a pseudo-terminal. Returns its process id and the terminal's file."""
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
@@ -124,11 +122,8 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """Return how suitable the screen is, from 0 to 3.
-
-    0 is no dashboard after `step`. 1 is such a dashboard, 2 one with a part of the next batch, 3
-    one that also shows the next batch's reward.
-    """
+    """Return how suitable the screen is for a picture, from 0 (unsuitable) to 3."""
+    # 1: a dashboard after `step`, 2: and a part of the next batch, 3: and the part's reward.
     shown = "\n".join(lines)
     steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
     if steps is None or samples is None or int(steps[1]) < step:
@@ -153,7 +148,6 @@ def text_of(screen: Any) -> Text:
 
 
 def style_of(cell: Any) -> str:
-    """Return a cell's style as rich names it."""
     colour = PALETTE.get(cell.fg, cell.fg)
     if len(colour) == 6 and all(letter in "0123456789abcdef" for letter in colour):
         colour = f"#{colour}"

@@ -149,10 +149,7 @@ def table(rows: Sequence[Row], header: Row) -> str:
 
 
 def range_text(kind: type, name: str, literals: Mapping[str, str]) -> str:
-    """Return the range of a field in few words.
-
-    `literals`: how the page writes Python's None, True and False.
-    """
+    """Return the range of a field in few words. `literals`: words for None, True and False."""
     text = ranges_of(kind)[name].text()
     for pattern, replacement in _SHORTER.items():
         text = re.sub(pattern, replacement, text)
@@ -161,7 +158,6 @@ def range_text(kind: type, name: str, literals: Mapping[str, str]) -> str:
 
 
 def _choices(found: re.Match[str]) -> str:
-    """Return a list of choices as code. An interval such as [0, 1] is unchanged."""
     try:
         choices = ast.literal_eval(found[0])
     except (SyntaxError, ValueError):
@@ -249,7 +245,6 @@ def job_rows(kind: type, values: Mapping[str, Any] | None, path: str) -> Iterato
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

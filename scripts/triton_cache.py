@@ -57,7 +57,6 @@ def num_kernels(cache: Path) -> int:
 
 
 def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
-    """Copy an entry's files. Their list has names if `by_name`, else absolute paths in `target`."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         if path.name.startswith(GROUP):
@@ -70,9 +69,7 @@ def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Install a packed cache. Returns the exit status: 0, or 2 after a message for bad
-    arguments.
-    """
+    """Install a packed cache. Returns the exit status: 0, or 2 after a message."""
     if len(arguments) != 3 or arguments[0] != "install":
         print("usage: triton_cache.py install PACKED_FOLDER CACHE_FOLDER", file=sys.stderr)
         return 2

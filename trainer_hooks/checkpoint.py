@@ -152,9 +152,7 @@ def find_checkpoint(root: Path | str) -> Path | None:
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """Return the TrainerState of a checkpoint. Raises ConfigError if the file is missing or
-    truncated.
-    """
+    """Return a checkpoint's TrainerState. Raises ConfigError for a missing or truncated file."""
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
         raise ConfigError(f"{checkpoint} is not a trainer's checkpoint: it has no {_STATE_FILE}")
@@ -215,10 +213,6 @@ def load_checkpoint(
 def _require_same_parameters(
     root: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer | StatefulOptimizer
 ) -> None:
-    """Raise ConfigError unless the checkpoint in `root` has the kind and parameters of `optimizer`.
-
-    `saved`: optimizer state in the checkpoint.
-    """
     remedy = "resume with the settings of that run, or start a new run in another directory"
     own, theirs = (
         [len(group["params"]) for group in groups]
@@ -247,7 +241,6 @@ def _require_same_parameters(
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's kind (or class name) and the shapes of its parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = getattr(optimizer, "kind", type(optimizer).__name__)
     return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
@@ -309,7 +302,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _random_states() -> dict[str, Any]:
-    """Return all random states in types that torch.load reads with `weights_only`."""
+    # Tensors, numbers and tuples, which torch.load reads with `weights_only`.
     algorithm, keys, *rest = np.random.get_state()
     devices = torch.get_device_module()  # torch.cpu where there is no accelerator
     # An unused accelerator has drawn nothing. Reading its state would initialize it.

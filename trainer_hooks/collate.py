@@ -2,8 +2,7 @@
 
 Used by users' training loops, AsyncRolloutProducer and `trainer_hooks.doctor`. RolloutBatch is read
 by `trainer_hooks.update`, `trainer_hooks.metrics.measure`, `trainer_hooks.producer.batches`,
-`trainer_hooks.train.samples` and `trainer_hooks.doctor`. No function changes its arguments, except
-the private `_mark_turn`.
+`trainer_hooks.train.samples` and `trainer_hooks.doctor`. Arguments are not changed.
 
 Shape letters: R rollouts, B rows, T positions of prompt and completion (padded on the right), L
 layers with experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token
@@ -78,7 +77,6 @@ class RolloutBatch:
 
     @property
     def num_rollouts(self) -> int:
-        """Number of rollouts."""
         return len(self.rewards_R)
 
     @property
@@ -106,10 +104,10 @@ class RolloutBatch:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return one value per row [B], the value of the row's rollout.
+        """Return each row's value in `values_R`, [B], the value of its rollout.
 
-        `values_R`: one value per rollout, [R] or [P, G] with P * G = R. Raises ConfigError for
-        another number of values.
+        `values_R`: one value per rollout, [R] or [P, G] with P * G = R. Raises ConfigError
+        otherwise.
         """
         if values_R.numel() != self.num_rollouts:
             raise ConfigError(
@@ -155,8 +153,7 @@ class RolloutBatch:
     def select(self, rows: torch.Tensor) -> RolloutBatch:
         """Return a batch of the given rows and their rollouts, cut to the longest of these rows.
 
-        `rows`: indices (int64) or a bool mask [B]. The selected rollouts are numbered from 0 in
-        order.
+        `rows`: indices (int64) or a bool mask [B]. Rollouts are numbered from 0 in order.
         """
         lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
@@ -286,7 +283,6 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """Return the columns of one token sequence by field name, with a mask of False."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
@@ -306,7 +302,6 @@ def _mark_turn(
     request: DynamicInferenceRequest,
     train_version: int,
 ) -> None:
-    """Write the mask, log-probs and lags of the tokens that `request` generated into `row`."""
     if not len(request.prompt_tokens):
         raise ConfigError(
             f"request {request.request_id} has no prompt tokens, and its log-probs would be "
@@ -372,9 +367,7 @@ def logprobs_mode_of(params: SamplingParams, temperature: float) -> TrainedLogpr
 
 
 def reshaping_text(params: SamplingParams) -> str:
-    """Return the active settings of truncation, biases and penalties as text, or "" if none is
-    active.
-    """
+    """Return the active settings of truncation, biases and penalties as text, or ""."""
     settings = {
         "top_k": params.top_k > 0,
         "top_p": 0.0 < params.top_p < 1.0,

@@ -123,10 +123,7 @@ async def evaluate(
 
 
 def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
-    """Return the seed from which each prompt's seed derives, or None to let the engine choose.
-
-    A `rollout_fn` needs a seed for its turns, so a random one is drawn if `params` has none.
-    """
+    # A RolloutLLM derives the seeds of its turns from the prompt's seed, so it needs one.
     return system_seed() if params.seed is None and rollout_fn is not None else params.seed
 
 
@@ -142,7 +139,6 @@ def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
 
 
 def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
-    """Return all prompts in order, as PromptLedger reads them."""
     ledger, items = PromptLedger(prompts, shuffle=False, num_epochs=1), []
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))

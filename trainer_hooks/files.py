@@ -1,8 +1,8 @@
 """Replacement of files and directories that a kill cannot leave half written.
 
 Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.doctor.command`
-and by `plots`, `report` and `run_files` of `trainer_hooks.train`. After a kill a file is the old or
-the new one. A directory can be absent after a kill, until `restore_directory` is called.
+and by `plots`, `report` and `run_files` of `trainer_hooks.train`. After a kill a directory can be
+absent until `restore_directory` is called.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` by the file that `write` writes. Makes missing parent directories.
 
-    `write`: called with the path of a temporary file in the same directory. That file is flushed to
-    the disk and then renamed to `path`.
+    `write`: called with a temporary path in the same directory, which is then renamed to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
@@ -32,9 +31,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Replace the directory `target` by `staging`, which is renamed. The old `target` is deleted
-    last.
-    """
+    """Rename `staging` to `target`, and delete the old `target`."""
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
@@ -47,10 +44,7 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Repair `target` after an interrupted `replace_directory`.
-
-    The old directory is renamed back if there is no new one, and deleted otherwise.
-    """
+    """Keep the new `target` after an interrupted `replace_directory`, or restore the old one."""
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)

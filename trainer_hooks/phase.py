@@ -89,7 +89,7 @@ class PhaseTimings:
 class GenerationPhase:
     """A context manager that runs the engine in its block and suspends it afterwards.
 
-    Made by `generation_phase`. `timings()` and the reports are complete after the block.
+    `timings()` and the reports are complete after the block.
     """
 
     def __init__(
@@ -206,7 +206,6 @@ class GenerationPhase:
             yield "suspend", self._suspend
 
     def _undo_calls(self) -> Iterator[_NamedCall]:
-        """Yield the calls that suspend the engine again after a failed entry."""
         if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
             yield "suspend", self._suspend
         yield from self._exit_calls()
@@ -231,7 +230,6 @@ class GenerationPhase:
 
 
 def _sum_of(reports: Sequence[ResumeReport]) -> ResumeReport:
-    """Return one report of successive resumes: their sums, with the mode of the last."""
     owners = sorted({owner for report in reports for owner in report.restored_by_owner})
     return ResumeReport(
         mode=reports[-1].mode,

@@ -1,9 +1,8 @@
-"""load_pretrained: loads a model or tokenizer from the Hugging Face checkpoint that a setting
-names.
+"""load_pretrained: loads a model or tokenizer from the checkpoint that a setting names.
 
 Used by `trainer_hooks.train.task`, `trainer_hooks.train.adapter`, `trainer_hooks.doctor.command`
-and `trainer_hooks.rewards.reward_model`. Effects: transformers may download a model into its cache,
-and the first use of "smollm2" writes a converted copy.
+and `trainer_hooks.rewards.reward_model`. transformers may download a model into its cache, and the
+first use of "smollm2" writes a converted copy.
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ class Rollout:
 
     @property
     def error(self) -> str | None:
-        """The `failure`, or the error of the first failed request. None if the rollout did not
-        fail.
-        """
+        """The `failure`, or the error of the first failed request, or None without a failure."""
         if self.failure is not None:
             return self.failure
         failed = (request for request in self.requests if request.failed())
@@ -135,10 +133,7 @@ class Rollout:
 
 
 def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
-    """Return the tokens of one token sequence, int64.
-
-    These are the prompt and the generated tokens of the sequence's last turn.
-    """
+    """Return the prompt and the generated tokens of a sequence's last turn, int64."""
     if not turns:
         return torch.zeros(0, dtype=torch.int64)
     generated = torch.tensor(turns[-1].generated_tokens, dtype=torch.int64)

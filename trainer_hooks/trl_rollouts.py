@@ -56,9 +56,7 @@ class TRLRollouts:
         trainer._last_loaded_step = -1
 
     def sync_weights(self) -> None:
-        """Mark the weights as changed, so that the next generation pushes them. The trainer calls
-        this.
-        """
+        """Mark the weights as changed. The next generation pushes them. The trainer calls this."""
         self._are_weights_old = True
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
@@ -90,7 +88,6 @@ class TRLRollouts:
         return _as_output(requests)
 
     def _next_seed(self, trainer: Any) -> int:
-        """Count this call and return its seed."""
         step = int(trainer.state.global_step)
         latest_step, num_calls = self._latest_call
         self._latest_call = (step, num_calls + 1 if step == latest_step else 0)
@@ -98,7 +95,6 @@ class TRLRollouts:
 
 
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:
-    """Return the token ids of a prompt, tokenized as the trainer tokenizes its prompts."""
     tokenizer = trainer.processing_class
     if isinstance(prompt, str):
         return list(tokenizer(text=prompt)["input_ids"])

@@ -137,7 +137,6 @@ def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
 
 
 def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Return the logits [T, V] of a row whose position ids were made for padding on the left."""
     tokens_T = tokens.rows[row]
     mask_T = torch.ones_like(tokens_T)
     positions_T = _left_padded_positions(len(tokens_T), width)
@@ -158,14 +157,12 @@ def _left_padded_positions(length: int, width: int) -> Tensor:
 
 
 def _over_left_padding(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Return the logits [T, V] of a row that attends to padding on its left."""
     tokens_T = tokens.rows[row]
     padding = torch.zeros(width - len(tokens_T), dtype=torch.int64)
     return row_logits(model, torch.cat([padding, tokens_T]))[len(padding) :]
 
 
 def _packed(case: Case) -> Tensor:
-    """Return the logits [N, V] of one pass in which each row attends to the rows before it."""
     tokens = case.tokens
     lengths = torch.tensor([len(row) for row in tokens.rows])
     starts = lengths.cumsum(0) - lengths

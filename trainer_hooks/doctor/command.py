@@ -53,8 +53,8 @@ class RunFiles:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis and, with --json, write it to a file.
 
-    Returns 0 if sound, 1 for a finding, 2 for unfit files, 3 if inconclusive. Bad arguments exit
-    with status 2.
+    Returns 0 if sound, 1 for a finding, 2 for unfit files, 3 if inconclusive. Exits with 2 for bad
+    arguments.
     """
     given = _parser().parse_args(arguments)
     with extra_needed("train", "the doctor"):
@@ -106,10 +106,9 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
 
 
 def files_of_run(directory: Path) -> RunFiles:
-    """Return the files of a run's newest batch that still has its checkpoint.
+    """Return the files of a run's newest batch, if possible of one that still has its checkpoint.
 
-    If no batch has one, returns the files of the newest batch. Raises ConfigError for a run without
-    batches.
+    Raises ConfigError for a run without batches.
     """
     batches = {step_of(path): path for path in (directory / BATCHES).glob("step_*.pt")}
     if not batches:
@@ -282,7 +281,6 @@ def step_of(path: Path) -> int:
 
 
 def _encoded(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[list[dict[str, Any]]]:
-    """Return the serialized turns of each row, without the fields that no diagnosis reads."""
     rows = [[turn.serialize() for turn in turns] for turns in turns_of_rows(sources)]
     return [[{k: v for k, v in t.items() if k not in _LEFT_OUT} for t in turns] for turns in rows]
 

@@ -287,8 +287,7 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
 
 
 def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
-    """Return a list with the main cause as a finding, named "unexplained" if no cause is
-    sufficient.
+    """Return the main cause as a finding, or "unexplained" if no cause is sufficient.
 
     Returns [] if rounding explains the gap. `explanations`: the best first.
     """
@@ -393,7 +392,6 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _end_ids_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the end ids of the model's configs: an id, a list of ids or None."""
     for name in ("config", "generation_config"):
         yield getattr(getattr(model, name, None), "eos_token_id", None)
 
@@ -449,9 +447,6 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """Return the number of tokens in `is_own_N`, and their gaps to the trainer's and stamped
-    weights.
-    """
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]
     return {

@@ -32,8 +32,7 @@ from trainer_hooks.doctor.tokens import ExaminedTokens, Turns
 class Fact:
     """A fault of the batch, with its evidence and remedy, in `num_rows` rows.
 
-    `hides_logprobs`: True if the log-probs do not belong to the batch's tokens, so they cannot be
-    examined.
+    `hides_logprobs`: True if the fault makes it useless to examine the log-probs.
     """
 
     name: str
@@ -51,8 +50,8 @@ def facts_of(
 ) -> Iterator[Fact]:
     """Yield faults of the batch's masks and tokens.
 
-    `turns`: each row's requests, for comparison.
-    `prompt_ids`: the trainer's own prompts, for comparison. None leaves a comparison out.
+    `turns`, `prompt_ids`: each row's requests, and the trainer's own prompts, for comparison, or
+    None.
     """
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))
@@ -177,17 +176,14 @@ def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
 
 
 def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
-    """Return where tokens were generated, bool [B, T].
-
-    Without requests the batch's lengths decide. They give only the first generated column of a row
-    of several turns. The mask gives the later columns.
-    """
+    """Return where tokens were generated, bool [B, T]."""
+    # Without requests the batch's lengths decide. For a row of several turns they give only the
+    # first generated column, and the mask gives the later ones.
     columns = torch.arange(batch.tokens_BT.shape[1])
     starts_B1 = batch.prompt_lengths_B[:, None]
     if turns is None:
         is_inside_BT = (columns >= starts_B1) & (columns < batch.lengths_B[:, None])
         is_one_turn_B = batch.prompt_lengths_B + batch.completion_lengths_B == batch.lengths_B
-        # With several turns, only the first column is known.
         later_BT = batch.mask_BT & (columns > starts_B1)
         several_BT = later_BT | (columns == starts_B1)
         return torch.where(is_one_turn_B[:, None], is_inside_BT, several_BT)

@@ -127,7 +127,6 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    """Return `share`, `residual_rms` and `is_whole` of a hypothesis that predicts noise."""
     # The gap between two computations is the noise of one, times this factor.
     factor = case.tolerance.rms / case.tolerance.noise_rms
     largest = float(case.gap_N.abs().max())
@@ -140,12 +139,9 @@ def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[
 
 
 def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Return the explanations, the best first.
+    """Return the explanations, the best first."""
 
-    First come predicted values that leave only rounding, then main causes, then larger shares.
-    Shares are reduced by `_LESS_THAN_VALUES`.
-    """
-
+    # Values that leave only rounding come first, then main causes, then larger shares.
     def quality(tried: Explanation) -> tuple[bool, bool, float]:
         tells_values = tried.kind in ("values", "fit")
         share = tried.share - _LESS_THAN_VALUES[tried.kind]

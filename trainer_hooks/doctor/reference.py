@@ -45,10 +45,7 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """Return the log-probs that the tokens' version stamps imply.
-
-    `models`: float32 models by version.
-    """
+    """Return the log-probs that the tokens' version stamps imply. `models`: float32, by version."""
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version

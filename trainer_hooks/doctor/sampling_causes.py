@@ -62,10 +62,9 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the log-probs include the reshaping that requests declare.
+    """Yield the hypothesis that the log-probs include the reshaping that requests declare, if any.
 
-    Reshaping is truncation, penalties and biases. logprobs_mode="processed" includes it in the
-    log-probs. Yields nothing if no request declares any.
+    Reshaping is truncation, penalties and biases. logprobs_mode="processed" includes it.
     """
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:
@@ -107,9 +106,7 @@ def truncation_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
-    """Return usual settings (top_k, top_p, min_p), each with one value set and two values of 0
-    (off).
-    """
+    """Return usual settings (top_k, top_p, min_p). One value is set, and two are 0 (off)."""
     return [
         *((k, 0.0, 0.0) for k in TOP_K_LEVELS if k < vocabulary),
         *((0, p, 0.0) for p in TOP_P_LEVELS),
@@ -149,8 +146,7 @@ def without_ends(
 ) -> Tensor:
     """Return logits without the request's end tokens where `is_early_N` is True.
 
-    `is_early_N`: whether `min_tokens` forbids end tokens.
-    `end_ids`: as in `processed_logprobs`.
+    `is_early_N`: True where `min_tokens` forbids end tokens.
     """
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:

@@ -82,9 +82,8 @@ class ExaminedTokens:
         return None if turn is None else turn.sampling_params
 
     def num_generated_before(self, index: int) -> int:
-        """Return how many tokens the turn of token `index` had generated before it.
-
-        The turn must be known.
+        """Return how many tokens the turn of token `index`, which must be known, generated before
+        it.
         """
         turn = self.turn_of(index)
         assert turn is not None, f"token {index} has no known turn"

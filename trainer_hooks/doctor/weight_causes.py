@@ -27,9 +27,7 @@ LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Return all tokens' log-probs [N] by each version of the weights, or {} for a single
-    version.
-    """
+    """Return all tokens' log-probs [N] by each version of the weights, or {} for one version."""
     if len(case.models) == 1:
         return {}
     tokens, reference = case.tokens, case.reference
@@ -146,9 +144,7 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def head_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the head is tied to the embeddings, unless the trainer's
-    head is.
-    """
+    """Yield the hypothesis that the head is tied to the embeddings, if the trainer's is not."""
     model = case.trainer_model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is None or head.weight is table.weight or head.weight.shape != table.weight.shape:
@@ -178,7 +174,7 @@ def place_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
-    """Return kinds of places in a rollout by name.
+    """Return kinds of places in a rollout, by name.
 
     A kind has three parts: which tokens are there (bool [N]), and the evidence and remedy of a
     fault that occurs only there.
@@ -216,13 +212,12 @@ def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
 def _over_old_kv(case: Case, version: int, old_N: Tensor, place: str) -> Tensor:
     """Return log-probs of the trainer's weights over KV whose first part `version` wrote.
 
-    `old_N`: log-probs by `version`.
-    `place`: the first part is the "prompt", the "prefix" in the prefix cache, or in a "rollout" the
-    tokens that `version` sampled. Those tokens have a claimed log-prob equal to `old_N`. Rows
-    without such a part keep the trainer's log-probs.
+    `old_N`: log-probs by `version`. `place`: the first part is the "prompt", the "prefix" in the
+    prefix cache, or in a "rollout" the tokens that `version` sampled.
     """
     tokens, trained = case.tokens, case.tokens.train_version
     predicted_N = case.reference.trainer_N.clone()
+    # In a "rollout", `version` sampled the tokens whose claimed log-prob equals `old_N`.
     is_old_N = (case.claimed_N - old_N).abs() <= case.tolerance.largest
     for row, tokens_T in enumerate(tokens.rows):
         own = (tokens.row_N == row).nonzero().flatten()

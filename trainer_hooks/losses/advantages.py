@@ -100,7 +100,6 @@ def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _is_beyond_rounding(smallest: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return whether two bounds differ by more than the rounding of their dtype, bool."""
     unit = torch.finfo(largest.dtype).eps
     size = torch.maximum(smallest.double().abs(), largest.double().abs())
     return largest.double() - smallest.double() > ROUNDING_UNITS * unit * size
@@ -190,9 +189,8 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return at each position the value of the next trained token.
-
-    After the last trained token it is the rollout's bootstrap value, or 0 if none is given.
+    """Return the value of the next trained token, or after the last the bootstrap value (default
+    0).
     """
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
@@ -207,10 +205,8 @@ def _next_values(
 
 
 def _discounted_sums(values_BT: torch.Tensor, decay_BT: torch.Tensor) -> torch.Tensor:
-    """Return s, where s[t] = values[t] + decay[t] * s[t + 1].
-
-    Source of the log2(T) passes: Blelloch 1990, Prefix sums and their applications, sec. 1.4.
-    """
+    """Return s, where s[t] = values[t] + decay[t] * s[t + 1]."""
+    # log2(T) passes: Blelloch 1990, Prefix sums and their applications, sec. 1.4.
     shift = 1
     while shift < values_BT.shape[1]:
         later_BT = torch.nn.functional.pad(values_BT, (0, shift))[:, shift:]

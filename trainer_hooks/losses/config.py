@@ -283,8 +283,7 @@ class PolicyLossConfig:
         normalize: AdvantageNormalization | None = None,
         baseline: AdvantageBaseline | None = None,
     ) -> tuple[AdvantageNormalization, AdvantageBaseline]:
-        """Return `normalize` and `baseline` for `group_advantages`. None is replaced by the kind's
-        value.
+        """Return the arguments of `group_advantages`. None becomes the kind's value.
 
         Raises ConfigError for values that contradict the kind.
         """
@@ -304,10 +303,9 @@ class PolicyLossConfig:
         return normalize, baseline
 
     def with_limit(self, max_new_tokens: int) -> PolicyLossConfig:
-        """Return the config with `max_new_tokens` as max_completion_length, if its kind divides by
-        it.
+        """Return the config with max_completion_length set to `max_new_tokens`.
 
-        A given `max_completion_length` is kept.
+        Returns this config if the kind has no such divisor, or if max_completion_length is set.
         """
         if not KINDS[self.kind].divides_by_max_length or self.max_completion_length is not None:
             return self

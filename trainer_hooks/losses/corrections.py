@@ -83,7 +83,6 @@ def _bounds(
     policy_lag_BT: torch.Tensor | None,
     kv_lag_BT: torch.Tensor | None,
 ) -> tuple[Any, Any]:
-    """Return low and high, raised to the power 1 / (1 + d * lag): floats, or tensors [B, T]."""
     low, high = correction.bounds
     if correction.lag_decay == 0.0:
         return low, high

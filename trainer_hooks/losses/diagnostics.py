@@ -110,8 +110,7 @@ def lag_metrics(
     mask_BT: torch.Tensor,
     is_clipped_BT: torch.Tensor,
 ) -> Metrics:
-    """Return the fraction of stale tokens, the clipped fraction of these tokens, and the mean KV
-    lag.
+    """Return the fraction of stale tokens, their clipped fraction, and the mean KV lag.
 
     Tokens with a policy lag above 0 are stale. Metrics of a lag that is None are left out.
     """
@@ -135,8 +134,7 @@ def lag_table(
 ) -> torch.Tensor | None:
     """Return the CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)].
 
-    Empty cells have 0. `log_ratio_BT` is log pi - log behaviour. Returns None unless both lags are
-    given.
+    Empty cells have 0. `log_ratio_BT` is log pi - log behaviour. Returns None if a lag is None.
     """
     if policy_lag_BT is None or kv_lag_BT is None:
         return None
@@ -191,9 +189,6 @@ def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
-    """Return the standard deviation, minimum and maximum over the mask, or zeros for an
-    empty mask.
-    """
     deviation_BT = values_BT - masked_mean(values_BT, mask_BT)
     smallest = values_BT.masked_fill(~mask_BT, torch.inf).amin()
     largest = values_BT.masked_fill(~mask_BT, -torch.inf).amax()
@@ -205,5 +200,4 @@ def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metr
 
 
 def _cells(lag_BT: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """Return the number of edges below each lag, int64."""
     return torch.stack([lag_BT > edge for edge in edges]).sum(dim=0)

@@ -157,7 +157,6 @@ def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunks(num_rows: int, vocabulary: int, rows_M: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the hidden states, each with the slice of its pairs."""
     size = max(1, _CHUNK_BYTES // (4 * vocabulary))
     starts = range(0, num_rows, size)
     bounds = torch.tensor([*starts, num_rows], device=rows_M.device)
@@ -181,7 +180,6 @@ def _logits(
 
 
 def _softmax_parts(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(logits - max), its sums [C, 1] and the log of the softmax's denominator [C]."""
     most_C1 = logits_CV.amax(dim=-1, keepdim=True)
     exp_CV = (logits_CV - most_C1).exp_()
     sums_C1 = exp_CV.sum(dim=-1, keepdim=True)

@@ -36,10 +36,7 @@ from trainer_hooks.losses.terms import MAX_LOG_RATIO, MIN_LOGPROB, log_ratios, t
 def kl_estimate(
     logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator = "k3"
 ) -> torch.Tensor:
-    """Return an estimate of KL(pi || reference) for each token that pi sampled, with a gradient.
-
-    The tensors have any shape.
-    """
+    """Return an estimate of KL(pi || reference) for each token that pi sampled, with a gradient."""
     difference = reference_logprobs.clamp(min=MIN_LOGPROB) - logprobs.clamp(min=MIN_LOGPROB)
     log_ratio = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -57,10 +54,7 @@ def kl_losses(
     estimator: KLEstimator,
     importance_weighted: bool,
 ) -> torch.Tensor:
-    """Return the KL term of each token [B, T], 0 outside the mask.
-
-    All log-probs must be 0 outside the mask.
-    """
+    """Return the KL term of each token [B, T]. The log-probs must be 0 outside the mask."""
     estimate_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, estimator)
     if importance_weighted:
         ratio_BT = log_ratios(logprobs_BT, behaviour_logprobs_BT, mask_BT).exp()

@@ -109,7 +109,6 @@ def _masked_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the losses, with 0 for tokens that `max_sequence_kl` drops, and metrics."""
     if config.max_sequence_kl is None:
         return terms.losses_BT, {}
     is_masked_BT = sequence_mask(log_ratio_BT, advantages_BT, mask_BT, config.max_sequence_kl)
@@ -125,10 +124,7 @@ def _corrected(
     correction: OffPolicyCorrection,
     lags: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics.
-
-    Raises ConfigError if the correction needs proximal log-probs that are not given.
-    """
+    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics."""
     correction = _resolved(correction, anchor_BT is not behaviour_BT)
     if anchor_BT is behaviour_BT:
         return losses_BT, torch.zeros_like(mask_BT), {}
@@ -146,7 +142,6 @@ def _penalties(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return each token's KL penalty minus its entropy bonus, and metrics."""
     penalties_BT, metrics = torch.zeros_like(behaviour_BT), {}
     if config.kl_coefficient > 0.0:
         if reference_logprobs_BT is None:
@@ -165,7 +160,6 @@ def _penalties(
 
 
 def _constants(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the trained tokens without a gradient, and 0 for other tokens."""
     return trained_logprobs(logprobs_BT.detach(), mask_BT)
 
 

@@ -92,8 +92,6 @@ def _is_router(module: nn.Module) -> bool:
 
 
 class _Replay:
-    """Replays recorded ids [N, K] in one router."""
-
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
         self.router, self.num_calls = router, 0
         self._ids_NK, self._shape = ids_NK, shape
@@ -118,10 +116,7 @@ class _Replay:
 
 
 class _Choice(TorchFunctionMode):
-    """A torch function mode in which the top k of the experts' scores are the recorded ids.
-
-    The router computes expert weights from the scores at these ids, as always.
-    """
+    """A torch function mode in which the top k of the experts' scores are the recorded ids."""
 
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
         super().__init__()
@@ -162,9 +157,6 @@ class _Choice(TorchFunctionMode):
 
 
 def _replays(routers: Sequence[nn.Module], routing_BTLK: torch.Tensor) -> list[_Replay]:
-    """Return a replay for each router. Raises ConfigError for routing that does not fit the
-    routers.
-    """
     shape = f"{list(routing_BTLK.shape)}"
     for router in routers:
         wanted: tuple[Any, Any] = len(routers), router.top_k

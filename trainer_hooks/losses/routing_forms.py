@@ -111,7 +111,7 @@ def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> 
     left.
 
     T is the largest number of tokens of a row. A row's last token has -1, since no pass computed
-    it. Raises ConfigError for shapes that do not fit.
+    it.
     """
     _require(
         routed_experts.dim() == 4 and routed_experts.shape[:2] == attention_mask_BS.shape,
@@ -149,7 +149,7 @@ def from_slime(rollout_routed_experts: np.ndarray) -> torch.Tensor:
 
 
 def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
-    """Return {"data": bytes, "shape": ..., "dtype": "uint8" or "uint16"}.
+    """Return prime-rl's {"data": bytes, "shape": ..., "dtype": "uint8" or "uint16"}.
 
     Raises ConfigError for unknown rows.
     """
@@ -160,9 +160,7 @@ def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
 
 
 def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
-    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for another
-    form.
-    """
+    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for other forms."""
     dtype = str(routed_experts["dtype"])
     _require(dtype in _BYTES_DTYPES, f"dtype={dtype!r} must be one of {_BYTES_DTYPES}")
     return _of_bytes(routed_experts["data"], dtype, routed_experts["shape"])
@@ -172,9 +170,7 @@ def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
 
 
 def to_nemo_rl(routing_PLK: torch.Tensor) -> torch.Tensor:
-    """Return NeMo-RL's `routed_experts`: int8 for ids up to 127, else int16, with -1 where
-    unknown.
-    """
+    """Return NeMo-RL's `routed_experts`: int8 for ids up to 127, else int16, -1 where unknown."""
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 128
     return routing_PLK.to(torch.int8 if is_small else torch.int16)
 

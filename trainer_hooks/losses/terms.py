@@ -180,10 +180,9 @@ def aggregation_denominator(
     aggregation: Aggregation,
     rollout_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the divisor of `aggregate`, at least 1: the number of trained tokens, or of rollouts
-    with one.
+    """Return the divisor of `aggregate`: the number of trained tokens, or of rollouts with one.
 
-    Give a whole batch's divisor to the losses of all its micro-batches.
+    The divisor is at least 1. Give a whole batch's divisor to the losses of all its micro-batches.
     """
     if aggregation == "token-mean":
         return mask_BT.sum().clamp(min=1)

@@ -33,10 +33,9 @@ def rate(num_tokens: float, seconds: float) -> float:
 
 
 def tokens_per_s(steps: Sequence[Row]) -> float | None:
-    """Return the sampled tokens of the steps' batches per second of the steps' wall time.
+    """Return the sampled tokens per second of the steps' wall time, or None without a value.
 
-    Steps without a token count or a time are left out. Returns None if no step is left. For one row
-    this is its `completions/tokens_per_s`.
+    Steps without a token count or a time are left out.
     """
     timed = [step for step in steps if NUM_TOKENS in step and STEP_S in step]
     if not timed:
@@ -94,8 +93,7 @@ class RewardChange:
 def sampled_reward(steps: Sequence[Row]) -> RewardChange | None:
     """Return the change of the training rewards, or None if no step has a reward.
 
-    Each end is the mean over up to WINDOW_STEPS steps that have a reward. The two ends share no
-    step unless there is only one.
+    Each end is the mean over up to WINDOW_STEPS steps that have a reward. The ends share no step.
     """
     rewards = [step["reward"] for step in steps if step.get("reward") is not None]
     rewards = [reward for reward in rewards if math.isfinite(reward)]
@@ -107,11 +105,7 @@ def sampled_reward(steps: Sequence[Row]) -> RewardChange | None:
 
 
 def held_out_reward(rows: Sequence[Row]) -> RewardChange | None:
-    """Return the change of the held-out prompts' greedy reward from the first to the last
-    evaluation.
-
-    Returns None without an evaluation.
-    """
+    """Return the change of the held-out greedy reward between evaluations, or None without any."""
     evaluations = [row for row in rows if HELD_OUT_REWARD in row]
     if not evaluations:
         return None

@@ -135,9 +135,7 @@ class MetricsLogger:
             )
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the file, the view and the wandb run. A non-zero `exit_code` marks the run as
-        failed.
-        """
+        """Close the file, the view and the wandb run. A non-zero `exit_code` means a failed run."""
         if self._jsonl is not None:
             self._jsonl.close()
         if self._console is not None:

@@ -92,7 +92,7 @@ def step_metrics(
 
 
 def _num_mixed(batch: RolloutBatch) -> int:
-    """Return the number of rollouts whose trained tokens were sampled by several versions."""
+    # Rollouts whose trained tokens were sampled by several versions.
     lags_BT, mask_BT = batch.policy_lag_BT, batch.mask_BT
     if not bool(mask_BT.any()):
         return 0
@@ -125,7 +125,6 @@ def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:
 
 
 def _cut_metrics(is_cut_N: torch.Tensor, lengths_N: torch.Tensor) -> dict[str, float]:
-    """Return the fraction of truncated completions, and the lengths of complete ones."""
     ended_N = lengths_N[~is_cut_N]
     return {
         "completions/clipped_ratio": _mean(is_cut_N.float()),

@@ -46,8 +46,8 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """Return `timing_s/step`, and `timing_s/<category>` and `timing_share/<category>` of each
-        category.
+        """Return `timing_s/step`, and each category's `timing_s/<category>`,
+        `timing_share/<category>`.
         """
         return {
             "timing_s/step": self.wall_s,

@@ -32,8 +32,7 @@ class AdmissionGate:
     def may_admit(self, version: int) -> bool:
         """Return whether the next batch may begin at `version`.
 
-        At most S + 1 batches wait for the trainer, even if it makes several versions from one
-        batch.
+        At most S + 1 batches wait for the trainer, even if it makes several versions from one.
         """
         num_waiting = self.num_admitted - self.num_delivered
         # A batch occupies its place until the version made from it, not only until its delivery:
@@ -87,9 +86,7 @@ class OpenBatch(GroupPool):
         return self.error is None and (is_full or no_more)
 
     def fill(self) -> None:
-        """Begin the missing groups while there are prompts, or abort running groups if the batch is
-        full.
-        """
+        """Begin missing groups while there are prompts. A full batch aborts its running groups."""
         if len(self.finished) >= self._rules.num_groups:
             self._cancel(list(self.running), "aborted")
             return
@@ -99,17 +96,15 @@ class OpenBatch(GroupPool):
                 return
 
     def cancel_older_than(self, version: int) -> None:
-        """Give back running groups begun before `version` and finished groups sampled before it.
-        Refill.
-        """
+        """Replace running groups begun before `version` and finished groups sampled before it."""
         self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
         self.fill()
 
     def drop_older_than(self, version: int) -> int:
-        """Give back finished groups with a token sampled before `version`. Returns their number.
+        """Replace finished groups with a token sampled before `version`. Returns their number.
 
-        Begins replacements. Sets `error` if the batch has more than `max_refills` replacements.
+        Sets `error` if the batch has more than `max_refills` replacements.
         """
         stale = [g for g, seen in self.finished.items() if seen and seen[0] < version]
         self._drop(stale, STALE)
@@ -143,9 +138,8 @@ class AdmissionOrder(BatchOrder):
             batch.fill()
 
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound. A lower bound aborts open batches and replaces groups that are too old.
-
-        Batches beyond the new limit are aborted, the newest first.
+        """Change the bound. A lower bound aborts the newest batches and replaces groups that are
+        too old.
         """
         is_lower = max_staleness_versions < self._gate.max_staleness_versions
         self._gate.max_staleness_versions = max_staleness_versions
@@ -178,9 +172,7 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Return whether all tokens of `batch` are within the bound. Gives back groups with older
-        tokens.
-        """
+        """Replace the groups of `batch` beyond the bound. Returns whether there were none."""
         # The gate ensures this as long as one batch makes one version. A token newer than the
         # reported version shows that the next version is already in use.
         for seen in batch.finished.values():

@@ -79,7 +79,6 @@ def mean_lag(rollouts: RolloutBatch) -> float:
 
 
 def _state_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each number in the rollouts' states, as `environment/<name>`."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.state.items():

@@ -20,8 +20,7 @@ GroupFilter = Callable[[ScoredGroup, PromptHistory], str | None]
 
 
 def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
-    """Return "zero_variance" for a group whose rewards are all equal and give no gradient, else
-    None.
+    """Return "zero_variance" for a group whose rewards are all equal, else None.
 
     Source: DAPO, "dynamic sampling" (Yu et al. 2025), arXiv 2503.14476, sec. 3.2.
     """

@@ -62,7 +62,6 @@ class BegunGroup:
     """A group in progress. Written by the pool that begins it.
 
     `version`: weights version that all engines had when the group began.
-    `num_finished_samples`: number of samples that have ended but are not scored yet.
     """
 
     ticket: PromptTicket
@@ -99,9 +98,7 @@ class GroupPool(ABC):
 
     @property
     def num_finished_samples(self) -> int:
-        """Number of ended samples in the groups that can form the next batch, finished or in
-        progress.
-        """
+        """Number of ended samples in groups that can form the next batch, finished or running."""
         finished = [len(group.rewards) for group in self.finished]
         running = [begun.num_finished_samples for begun in self.running.values()]
         return sum([*finished, *sorted(running, reverse=True)][: self._rules.num_groups])
@@ -132,7 +129,6 @@ class GroupPool(ABC):
     # ---- tasks
 
     def _begin_group(self, version: int) -> bool:
-        """Begin a group of the ledger's next prompt. Returns False if there is no prompt."""
         ticket = self._ledger.issue()
         if ticket is None:
             return False
@@ -180,9 +176,6 @@ class GroupPool(ABC):
         self._on_change()
 
     def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
-        """Keep a group to train on. Consumes the ticket of a filtered group, or of a failed one
-        (None).
-        """
         if group is None:
             self._ledger.consume(ticket, "failed")
             self._count_consumed("failed")

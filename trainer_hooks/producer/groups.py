@@ -49,10 +49,8 @@ class GeneratesAsync(Protocol):
 
 
 class RolloutLLM:
-    """Generates the turns of one sample. A producer passes it to the `rollout_fn`.
+    """Generates the turns of one sample, each with its own seed. Passed to a `rollout_fn`.
 
-    `sampling_params`: parameters of each turn, except the seed. Each turn gets its own seed.
-    `item`: the sample's prompt and its columns.
     `sample_index`: index of the sample in its group.
     `tokenizer`: encodes text that a tool adds, or None. Never decode generated tokens to encode
     them again.
@@ -79,8 +77,7 @@ class RolloutLLM:
     async def generate(self, token_ids: Sequence[int], **changes: Any) -> DynamicInferenceRequest:
         """Return the finished request of one turn, generated after `token_ids`.
 
-        `changes`: fields of SamplingParams with other values for this turn. Raises ConfigError for
-        empty `token_ids`.
+        `changes`: fields of SamplingParams for this turn. Raises ConfigError for empty `token_ids`.
         """
         if not len(token_ids):
             raise ConfigError("a turn needs a context of at least one token")
@@ -92,11 +89,7 @@ class RolloutLLM:
 
 
 def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
-    """Return `tokenizer` as a Tokenizer, or the llm's tokenizer if it is None, or None without
-    either.
-
-    Raises the errors of `as_tokenizer`.
-    """
+    """Return `tokenizer`, or the llm's if it is None, as a Tokenizer. None without either."""
     source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
     return None if source is None else as_tokenizer(source)
 
@@ -229,7 +222,6 @@ class GroupMaker:
         return None
 
     def _record_failure(self, ticket: PromptTicket, group: ScoredGroup) -> None:
-        """Record and sometimes log why a prompt failed. `group` is the prompt's last attempt."""
         pairs = zip(group.rollouts, group.rewards, strict=True)
         failed = next(rollout for rollout, reward in pairs if math.isnan(reward))
         self.last_failure = failed.error or "the reward was None or NaN"

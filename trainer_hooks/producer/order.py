@@ -16,11 +16,7 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """How a batch was made.
-
-    `admitted_at_version`: as in TrainingBatch.
-    `counts`: number of groups by fate, since the previous batch.
-    """
+    """How a batch was made. `counts`: number of groups by fate, since the previous batch."""
 
     admitted_at_version: int
     counts: Counter[str]
@@ -35,9 +31,8 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound, also for groups in progress.
-
-        Groups that are too old under a lower bound are given back to the ledger as "stale".
+        """Change the bound. Groups that are too old under it are given back to the ledger as
+        "stale".
         """
 
     @abstractmethod
@@ -60,9 +55,7 @@ class BatchOrder(ABC):
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether no group is in progress, so that no batch comes without newer weights or more
-        prompts.
-        """
+        """Whether no group is in progress, so that a batch needs newer weights or more prompts."""
 
     @property
     @abstractmethod

@@ -108,9 +108,7 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """Return the rules of a batch, with defaults for None. Raises ConfigError for a negative
-    number.
-    """
+    """Return the rules of a batch, with defaults for None. Raises ConfigError for bad numbers."""
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
@@ -276,9 +274,7 @@ class AsyncRolloutProducer:
         return state | self._bound.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. Call this before `async with`. Raises ConfigError for other
-        prompts.
-        """
+        """Continue from a checkpoint, before `async with`. Raises ConfigError for other prompts."""
         self.ledger.load_state_dict(state)
         self._bound.load_state_dict(state)
         self._order.set_bound(self._bound.versions)
@@ -317,9 +313,7 @@ class AsyncRolloutProducer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of samples of the next batch that have ended, and number of samples in a whole
-        batch.
-        """
+        """Number of samples of the next batch that have ended, and that a whole batch has."""
         pool = self._order.next_pool
         num_wanted = self._batch_groups * self._group_size
         return 0 if pool is None else pool.num_finished_samples, num_wanted
@@ -333,8 +327,7 @@ class AsyncRolloutProducer:
     def refresh_version(self) -> int:
         """Read the weights version, begin the batches that it allows, and return it.
 
-        `anext()` does this too. Call this after an update if the next batch is requested much
-        later.
+        `anext()` does this too. Call this after an update if `anext()` is called much later.
         """
         self._versions.refresh()
         if self._is_running:

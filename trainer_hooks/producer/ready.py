@@ -75,7 +75,6 @@ class ReadyOrder(GroupPool, BatchOrder):
         self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
 
     def _has_room(self, version: int) -> bool:
-        """Return whether a group begun at `version` is needed."""
         # Finished groups that are at least as old come first in the batches that it can join.
         num_batches = version + self._bound - self._next_version + 1
         num_places = num_batches * self._rules.num_groups
@@ -101,8 +100,7 @@ class ReadyOrder(GroupPool, BatchOrder):
             self._count_usable(False)
 
     def _count_usable(self, is_usable: bool) -> None:
-        """Update the running share of usable groups, averaged over about four batches."""
-        weight = 1.0 / (4 * self._rules.num_groups)
+        weight = 1.0 / (4 * self._rules.num_groups)  # a mean over about four batches
         self._usable_share += weight * (is_usable - self._usable_share)
 
     def next_groups(self) -> Sequence[ScoredGroup]:
@@ -118,10 +116,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return sorted(self.finished, key=self._urgency)[: self._rules.num_groups]
 
     def _urgency(self, group: ScoredGroup) -> tuple[int, int, PromptTicket]:
-        """Return the sort key by which a batch takes finished groups.
-
-        Groups with the oldest tokens come first, then prompts that were reissued more often.
-        """
+        """Return a sort key: groups with the oldest tokens first, then often reissued prompts."""
         return (self._oldest_version(group), -group.num_reissues, group.ticket)
 
     def _oldest_version(self, group: ScoredGroup) -> int:
@@ -129,11 +124,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return self._versions.newest if seen is None else seen[0]
 
     def _is_waited_for(self) -> bool:
-        """Return whether the next batch must wait for a running group.
-
-        It waits for a group that is too old for later batches and whose prompt has no reissues
-        left.
-        """
+        """Return whether a running group is too old for later batches and has no reissues left."""
         oldest = self._next_version - self._bound
         return any(
             begun.version <= oldest

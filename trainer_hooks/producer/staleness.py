@@ -118,7 +118,6 @@ class StalenessBound:
         self.variance_per_version = weight * newest + (1.0 - weight) * (before or 0.0)
 
     def _follow(self, settings: EssBound) -> None:
-        """Lower the bound at once, or raise it after `patience` calm batches."""
         rate, bound = self.variance_per_version, self.versions
         if rate is not None and bound > 0 and rate * bound > -math.log(settings.least_ess):
             self.versions = max(int(-math.log(settings.least_ess) / rate), settings.least)
@@ -136,9 +135,7 @@ class StalenessBound:
         return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON under the key `staleness`, or {} if the bound is a constant
-        number.
-        """
+        """Return the state as JSON under the key `staleness`, or {} for a constant bound."""
         if self._settings is None:
             return {}
         own = {name: getattr(self, name) for name in _STATE}
@@ -147,7 +144,7 @@ class StalenessBound:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, within the limits of the settings.
 
-        Has no effect if this bound, or the bound that wrote `state`, is a constant number.
+        Has no effect if this bound or the bound of the saved run is constant.
         """
         if self._settings is not None and "staleness" in state:
             for name in _STATE:

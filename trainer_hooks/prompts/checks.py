@@ -91,10 +91,7 @@ class PromptCheck:
 
 
 class SelectedRows:
-    """Rows of a source that `indices` selects, in the order of `indices`.
-
-    `indices`: sequence or array of row indices.
-    """
+    """Rows of a source that `indices`, a sequence or an array, selects, in its order."""
 
     def __init__(self, rows: PromptRows, indices: Any) -> None:
         self._rows, self._indices = rows, indices
@@ -113,11 +110,7 @@ class SelectedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRows:
-    """The good rows of a source.
-
-    `keys`: hash of each row's prompt.
-    `num_skipped`: number of bad rows.
-    """
+    """The good rows of a source, a hash of each row's prompt, and the number of bad rows."""
 
     rows: PromptRows
     keys: Sequence[int]
@@ -168,9 +161,7 @@ class CheckedWhenRead:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> PromptItem:
-        """Return row `index`, or the next good row. Raises ConfigError if too many successive rows
-        are bad.
-        """
+        """Return row `index`, or the next good row. Raises ConfigError if too many rows are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         faults = []
@@ -200,10 +191,7 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return the text by which errors name a row.
-
-    It comes from the `place_of` of `rows`, or consists of the index if `rows` has no such method.
-    """
+    """Return the text by which errors name a row: from the rows' own `place_of`, or its index."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 

@@ -55,8 +55,7 @@ def learnability_weight(index: int, history: PromptHistory) -> float:
 class CurriculumDraws:
     """Draws a row for each position of an epoch, and keeps the rows' weights.
 
-    A draw depends only on the seed, the epoch, the position, the weights, and the rows drawn before
-    in the epoch.
+    A draw depends only on the seed, its position, the weights, and the rows drawn before.
     """
 
     def __init__(self, curriculum: Curriculum, num_rows: int, seed: int) -> None:
@@ -65,7 +64,7 @@ class CurriculumDraws:
         self._is_left = np.ones(num_rows, dtype=bool)  # not yet drawn in this epoch
 
     def weigh(self, indices: Iterable[int], history_of: Callable[[int], PromptHistory]) -> None:
-        """Recompute the weights of the rows `indices` from their histories.
+        """Recompute the weights of the rows `indices`.
 
         Raises ConfigError for a weight that is negative or not finite.
         """
@@ -111,10 +110,7 @@ class CurriculumDraws:
 
 
 def _drawn(weights: NDArray[np.float64], share: float) -> int | None:
-    """Return the row at which the running sum of weights passes `share` times the total.
-
-    Returns None if all weights are 0.
-    """
+    """Return the row drawn by `share`, a number from 0 to 1, or None if all weights are 0."""
     ends = np.cumsum(weights)
     if not ends[-1] > 0.0:
         return None

@@ -83,8 +83,8 @@ class PromptOutcome:
 class PromptHistories:
     """Histories of the `max_prompts` prompts that had an outcome last.
 
-    Published histories change only by `publish`, which applies outcomes in the order of tickets.
-    They do not depend on which group of a batch finished first.
+    `publish` applies outcomes in the order of tickets, so published histories do not depend on
+    which group finished first.
     """
 
     def __init__(self, max_prompts: int) -> None:
@@ -121,11 +121,7 @@ class PromptHistories:
         return self._published.keys() | self._forget()
 
     def _forget(self) -> set[int]:
-        """Drop the histories beyond `max_prompts`, starting with those whose last outcome is
-        oldest.
-
-        Returns the rows of the dropped histories.
-        """
+        # Drops the histories whose last outcome is oldest, and returns their rows.
         num_too_many = len(self._base.keys() | self._published.keys()) - self._max_prompts
         older = (index for index in self._base if index not in self._published)
         forgotten = set(islice(older, max(num_too_many, 0)))
@@ -161,7 +157,6 @@ class PromptHistories:
 
 
 def _fold(histories: OrderedDict[int, PromptHistory], outcomes: Iterable[PromptOutcome]) -> None:
-    """Add `outcomes` to `histories`, and move their rows to the end."""
     for outcome in outcomes:
         history = histories.get(outcome.index, NEW_PROMPT)
         histories[outcome.index] = history.after(outcome)

@@ -76,11 +76,7 @@ class PromptRows(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class PromptTicket:
-    """One prompt of one epoch. Tickets are ordered as they are issued.
-
-    `position`: place in the epoch's order.
-    `index`: row in the source.
-    """
+    """One prompt of one epoch, at `position` in the epoch's order and `index` in the source."""
 
     epoch: int
     position: int
@@ -161,8 +157,7 @@ class PromptLedger:
         return item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
-        """Return the earliest ticket that was given back, or else a new one, or None if no prompt
-        is left.
+        """Return the earliest ticket given back, or else a new one, or None if no prompt is left.
 
         A curriculum draws new tickets by the histories up to the last prompt consumed as "trained".
         """
@@ -244,8 +239,7 @@ class PromptLedger:
     def state_dict(self, untrained: Iterable[PromptTicket] = ()) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON. Prompts that are out count as not consumed.
 
-        `untrained`: tickets consumed as "trained" whose training is not in the checkpoint's
-        weights. They also count as not consumed.
+        `untrained`: tickets consumed as "trained" that also count as not consumed.
         """
         pending = {*self._out, *self._returned}
         again = set(untrained) - pending
@@ -318,7 +312,6 @@ class PromptLedger:
         return PromptTicket(epoch, position, draw(epoch, position))
 
     def _index(self, epoch: int, position: int) -> int:
-        """Return the row at a position of an epoch without a curriculum."""
         if not self._shuffle:
             return position
         if epoch not in self._orders:
@@ -384,7 +377,6 @@ def item_of(rows: PromptRows, index: int) -> PromptItem:
 
 
 def _fingerprint(rows: PromptRows) -> str:
-    """Return a hash of at most _NUM_FINGERPRINTED evenly spread prompts."""
     count = min(len(rows), _NUM_FINGERPRINTED)
     digest = hashlib.sha256()
     for i in range(count):

@@ -76,7 +76,6 @@ def _are_messages(value: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
-    """Return a message as templates expect it. Raises ConfigError for parts that are not text."""
     if is_arrow and isinstance(calls := message.get("tool_calls"), list):
         # Arguments that are JSON text keep their nulls.
         message = {**message, "tool_calls": _without_nulls(calls)}

@@ -357,10 +357,6 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the part that contains item `index`, and the item's index in that part.
-
-    `ends`: number of items up to the end of each part.
-    """
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

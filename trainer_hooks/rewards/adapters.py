@@ -84,10 +84,10 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one WeightedReward or None per completion, or an awaitable of this list.
+        """Return one WeightedReward or None per completion, or an awaitable if a function returns
+        one.
 
-        Returns an awaitable if a function does. Raises ConfigError unless each function returns one
-        number per completion.
+        Raises ConfigError unless each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
         # Async ones last: one that raises before them leaves no coroutine behind.

@@ -42,8 +42,7 @@ class RewardFunctionError(RolloutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an error in another process, as text. It is the cause of the error raised
-    here.
+    """The traceback of an error in another process, as text.
 
     `raised_at`: result of the function `raised_at` in that process.
     """
@@ -62,10 +61,7 @@ class RemoteTraceback(Exception):
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the type of `error` and the line that raised it, as text.
-
-    The text does not contain the message, which can differ with the data.
-    """
+    """Return the type of `error` and the line that raised it, as text without the message."""
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.raised_at
     frames = traceback.extract_tb(error.__traceback__)
@@ -74,9 +70,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def below_this_package(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames below the last frame of this package, or all frames if there are none
-    below.
-    """
+    """Return the frames below the last frame of this package, or all frames without any below."""
     part, below = frames, frames
     while part is not None:
         if part.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
@@ -119,10 +113,9 @@ class FailureLog:
 
 
 class SlowCallWarnings:
-    """Logs warnings of slow calls while they run, so that a call that hangs is noticed.
+    """Logs a warning when a call has run for `after_s` seconds. None logs no warnings.
 
     `name`: name of the reward function.
-    `after_s`: seconds before the first warning. None means no warnings.
     """
 
     def __init__(self, name: str, after_s: float | None) -> None:
@@ -130,11 +123,7 @@ class SlowCallWarnings:
 
     @contextmanager
     def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-        """Return a context that logs a warning if its block runs longer than `after_s`.
-
-        Further warnings follow at twice, four times ... the time. Each shows the first prompt and
-        completion.
-        """
+        """Return a context for a call. Warnings repeat at doubled times, with the first sample."""
         loop, timer = asyncio.get_running_loop(), None
 
         def warn(elapsed_s: float) -> None:

@@ -43,9 +43,7 @@ class CallLimiter:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """Release `permit`, or cancel it if it is not granted yet. Any thread may call this, even
-        twice.
-        """
+        """Release `permit`, or cancel it if it waits. Any thread may call this, even twice."""
         with self._lock:
             self._granted.discard(permit)
             if permit in self._waiting:

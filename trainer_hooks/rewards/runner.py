@@ -154,7 +154,6 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """Return the error for a score whose attempts all failed, the last attempt with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -168,7 +167,6 @@ class RewardRunner:
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 
     def _opened_processes(self) -> RewardProcesses | None:
-        """Return the processes, started if necessary, or None without `workers`."""
         if self._num_workers and self._processes is None:
             self._processes = RewardProcesses(self._reward_fn, self._num_workers)
         return self._processes
@@ -193,7 +191,6 @@ class RewardRunner:
             return await self._in_time(result)
 
     async def _in_thread(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
-        """Call the function in a thread. Raises RewardCallStillRuns after `timeout_s` seconds."""
         permit, has_ended = await self._limiter.acquire(), threading.Event()
 
         def work() -> Any:
@@ -231,9 +228,7 @@ class RewardRunner:
             raise RewardFailed(f"no reward within {self._timeout_s} s") from error
 
     def close(self) -> None:
-        """End the processes. A second call has no effect. Scoring afterwards starts new
-        processes.
-        """
+        """End the processes. May be called twice. Scoring afterwards starts new processes."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()

@@ -70,9 +70,6 @@ def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[An
 
 
 def _total(rollout: Rollout, score: float | None) -> float:
-    """Return the sum of the rollout's own reward and the function's `score`, with the terms of
-    both.
-    """
     if score is None and rollout.reward is None:
         raise ConfigError(
             "a rollout has no reward: there is no reward function, and the rollout_fn returned a "

@@ -27,9 +27,9 @@ _PartialCredit = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 def exact_match_reward(
     completions: Sequence[str], answer: Sequence[str], is_truncated: Sequence[bool]
 ) -> list[float]:
-    """Return 1 for a completion that equals its answer, apart from surrounding white space, else 0.
+    """Return 1 for a completion that equals its answer, else 0. A truncated completion gets 0.
 
-    A truncated completion gets 0.
+    White space around both texts is ignored.
     """
     rows = zip(completions, answer, is_truncated, strict=True)
     return [float(not cut and text.strip() == right.strip()) for text, right, cut in rows]
@@ -79,9 +79,7 @@ class NumberReward:
         answer: Sequence[str | float],
         is_truncated: Sequence[bool],
     ) -> list[float]:
-        """Return one number in [0, 1] per completion. Raises ConfigError for an answer without a
-        number.
-        """
+        """Return rewards in [0, 1]. Raises ConfigError for an answer without a number."""
         rows = zip(completions, answer, is_truncated, strict=True)
         return [0.0 if cut else self._score(text, wanted) for text, wanted, cut in rows]
 
@@ -104,7 +102,6 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _closeness(x: float, y: float) -> float:
-    """Return max(0, 1 - |x - y| / max(|x|, |y|)), or 0 for numbers too large for a float."""
     largest = max(abs(x), abs(y))
     return max(0.0, 1.0 - abs(x - y) / largest) if 0.0 < largest < math.inf else 0.0
 
@@ -116,8 +113,7 @@ def similarity(first: str, second: str) -> float:
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Return the least number of insertions, deletions and replacements that turn one text into the
-    other.
+    """Return the least number of insertions, deletions and replacements between two texts.
 
     Source: Wagner and Fischer 1974, "The String-to-String Correction Problem".
     """

@@ -89,7 +89,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
 def _update(
     parameter: Tensor, state: dict[str, Any], group: dict[str, Any], bits_2C: Tensor
 ) -> None:
-    """Make one step for `parameter`, a chunk at a time. Only this rank's part of it is updated."""
+    # A chunk at a time, and for a sharded parameter only this rank's part.
     assert parameter.grad is not None, "the caller checks it"
     own = _local(parameter.detach())
     whole = own.contiguous()  # itself, unless its strides are unusual
@@ -116,7 +116,6 @@ def _update(
 
 
 def _random_bits(step: int, device: torch.device) -> Tensor:
-    """Return 16 random bits for each number of a chunk of both moments, int32 [2, C]."""
     shape = 2, _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     generator = torch.Generator(device).manual_seed(step)
     return torch.randint(1 << 16, shape, generator=generator, device=device, dtype=torch.int32)
@@ -130,6 +129,5 @@ def _round(exact: Tensor, bits: Tensor, to: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, or another tensor itself."""
     own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return own

@@ -115,6 +115,6 @@ class GuardedStep:
         return f"; its batch is in {path}"
 
     def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
-        """Return whether the norms on all ranks are finite. A collective."""
+        # All ranks get the same result.
         num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
         return not bool(self._ranks.sum(num_bad))

@@ -72,7 +72,6 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def _layers(policy: Any) -> list[nn.Module]:
-    """Return the layers of a model of transformers, or of PEFT around one."""
     found: list[nn.Module] = []
     if isinstance(policy, nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -97,10 +96,6 @@ def _looked_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up rows of an embedding's table, [..., E]. The padding's row gets no gradient, as in
-    torch.
-    """
-
     @staticmethod
     def forward(ctx: Any, weight_VE: Tensor, padding_id: int | None, tokens: Tensor) -> Tensor:
         ctx.save_for_backward(weight_VE, tokens)

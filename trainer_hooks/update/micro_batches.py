@@ -180,10 +180,6 @@ Way = Literal["trees", "packed", "padded"]
 
 
 def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings) -> Way:
-    """Return how forward passes compute the rows of `batch`.
-
-    Raises ConfigError if the rows must be packed and the model lets packed rollouts mix.
-    """
     reason = _reason_against_trees(policy, batch, settings)
     if reason is None:
         return "trees"
@@ -198,7 +194,6 @@ def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSet
 def _reason_against_trees(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
 ) -> str | None:
-    """Return why the rows are not computed as trees, or None if they are."""
     if not settings.share_prefixes:
         return "share_prefixes=False"
     if settings.replay_routing:
@@ -213,7 +208,7 @@ def _reason_against_trees(
     return None
 
 
-@lru_cache(64)
+@lru_cache(64)  # once for each pair
 def _log_once(model: str, reason: str) -> None:
     logger.info("%s computes each row whole, shared prefixes as well: %s", model, reason)
 
@@ -225,7 +220,6 @@ def _split(
     way: Way,
     num_ranks: int,
 ) -> list[list[torch.Tensor]]:
-    """Return for each rank the row indices of its passes, as `split_among_ranks` does."""
     if way != "trees":
         return split_among_ranks(batch.lengths_B, settings, num_ranks)
     rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
@@ -242,7 +236,6 @@ def _split(
 
 
 def _filled(passes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Return the passes of each rank, with empty ones appended until all ranks have as many."""
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
 
@@ -254,14 +247,11 @@ def _passes(
     ranks: TrainerRanks,
     way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """Yield for each pass of this rank its row indices, its batch, and whether its result counts.
-
-    A pass without rows computes the shortest row with an empty mask, and its result does not count.
-    """
+    """Yield for each pass of this rank its row indices, its batch, and if its result counts."""
     for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
             yield rows, batch.select(rows), True
-        else:
+        else:  # the shortest row with an empty mask, since a pass can be a collective
             shortest = batch.lengths_B.masked_fill(batch.lengths_B == 0, 2**31).argmin()[None]
             part = batch.select(shortest)
             yield shortest, replace(part, mask_BT=torch.zeros_like(part.mask_BT)), False
@@ -286,10 +276,6 @@ def _forward(
 def _replayed(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, way: Way
 ) -> AbstractContextManager[None]:
-    """Return a context for the forward and backward passes on `batch`, which replays its routing.
-
-    The context has no effect if `settings.replay_routing` is False.
-    """
     if not settings.replay_routing:
         return nullcontext()
     if batch.routing_BTLK is None and bool(batch.mask_BT.any()):
@@ -309,7 +295,6 @@ def _replayed(
 
 
 def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
-    """Return a per-token result of a packed forward pass as [B, T]."""
     is_token_BT = batch.attention_mask_BT
     values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
     # The log-prob of a rollout's first token came from the last logits of the rollout before it.
@@ -320,7 +305,6 @@ def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
 def _computing(
     policy: Callable[..., Any], settings: UpdateSettings, device: torch.device
 ) -> Iterator[None]:
-    """Apply `gradient_checkpointing` and `autocast` of the settings to passes in the block."""
     with ExitStack() as stack:
         if settings.gradient_checkpointing:
             stack.enter_context(checkpointed_layers(policy))
@@ -337,13 +321,9 @@ def _logprobs_and_entropies(
     way: Way,
     entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies of one forward pass, [B, T] each.
-
-    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: True if the loss has
-    an entropy bonus.
-    """
+    """Return log-probs and entropies of one forward pass, [B, T] each."""
     with _computing(policy, settings, batch.tokens_BT.device):
-        if way == "trees" and bool(batch.mask_BT.any()):
+        if way == "trees" and bool(batch.mask_BT.any()):  # leaves 0 where no token is trained
             assert isinstance(policy, nn.Module), "other policies have no trees"
             return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
         logits, tokens = _forward(policy, batch, settings, is_packed=way == "packed")

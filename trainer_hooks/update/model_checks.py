@@ -44,10 +44,7 @@ def cached_fault(check: Check, policy: nn.Module, device: torch.device) -> str |
 def _fault(
     check: Check, policy: weakref.ref[nn.Module], how: str | None, device: torch.device
 ) -> str | None:
-    """Return the result of `check` for the module. `how`: name of its attention, part of the cache
-    key.
-    """
-    module = policy()
+    module = policy()  # `how`, the name of its attention, is part of the cache's key
     assert module is not None, "the caller holds a reference"
     was_training = [part for part in module.modules() if part.training]
     module.eval()  # dropout would differ between passes
@@ -62,8 +59,7 @@ def _fault(
 def difference(
     alone_NV: torch.Tensor, beside_one_NV: torch.Tensor, beside_other_NV: torch.Tensor
 ) -> str | None:
-    """Return a text on how the logits of a sequence differ between three passes, or None if they
-    agree.
+    """Return a text on how the logits of a sequence differ between passes, or None if they agree.
 
     The three passes computed the sequence alone, and beside each of two other sequences.
     """
@@ -76,7 +72,7 @@ def difference(
 
 
 def _nats(first_NV: torch.Tensor, second_NV: torch.Tensor) -> float:
-    """Return the median KL divergence of the tokens' distributions, or infinity if it is NaN."""
+    """Return the median over tokens of KL(first || second), or infinity if it is NaN."""
     first_NV, second_NV = (each.double().log_softmax(-1) for each in (first_NV, second_NV))
     # A token that the model excludes, with a log-prob of -inf, adds nothing.
     gap_NV = first_NV.exp() * (first_NV - second_NV).masked_fill(first_NV == -torch.inf, 0.0)

@@ -42,7 +42,6 @@ def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) 
 
 @torch.no_grad()
 def _fault(policy: Callable[..., Any], device: torch.device) -> str | None:
-    """Return a text on how a packed rollout differs from a separate one, or None if it does not."""
     alone_NV = _logits(policy, [_BEHIND], device)
     packed = (
         _logits(policy, [before, _BEHIND], device)[len(before) :]
@@ -54,7 +53,6 @@ def _fault(policy: Callable[..., Any], device: torch.device) -> str | None:
 def _logits(
     policy: Callable[..., Any], rollouts: Sequence[range], device: torch.device
 ) -> torch.Tensor:
-    """Return the logits [N, V] of `rollouts` packed into one row."""
     tokens_1N = torch.tensor([[token for each in rollouts for token in each]], device=device)
     positions = [position for each in rollouts for position in range(len(each))]
     positions_1N = torch.tensor([positions], device=device)

@@ -33,9 +33,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> TokenTree:
-        """Build the tree of `rows`, which are token ids. The nodes follow the order of the sorted
-        rows.
-        """
+        """Build the tree of `rows`, which are token ids. The nodes follow the sorted rows."""
         nodes_BT = torch.full((len(rows), max(map(len, rows), default=0)), -1)
         tokens: list[int] = []
         depths: list[int] = []
@@ -108,8 +106,7 @@ def split_into_trees(
 def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int]]:
     """Return the row indices of `num_parts` parts with about equal numbers of nodes.
 
-    The parts are cut from the sorted rows, so most rows with a common prefix stay together. A part
-    may be empty.
+    Parts are cut from the sorted rows, so most rows with a common prefix stay together.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     order = sorted(range(len(rows)), key=lambda index: rows[index])

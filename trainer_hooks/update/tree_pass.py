@@ -58,7 +58,6 @@ def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
 
 
 def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass over `tree`."""
     config: Any = policy.config
     mask_NN = tree.attention_mask().to(device)
     if config._attn_implementation == "eager":  # which adds the mask to the scores
@@ -74,7 +73,6 @@ def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[st
 
 
 def _body(policy: Any) -> Any:
-    """Return the layers below the head of a causal model of transformers, or of PEFT around one."""
     return _model(policy).base_model
 
 
@@ -83,7 +81,6 @@ def _model(policy: Any) -> Any:
 
 
 def _plain_head(policy: Any) -> Head | None:
-    """Return the head, or None if the logits must come from a pass of the whole model."""
     # FSDP2 gathers weights only in such a pass, and a head with an adapter is no nn.Linear.
     linear = _model(policy).get_output_embeddings()
     if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
@@ -150,7 +147,6 @@ def _compare(policy: nn.Module, device: torch.device) -> str | None:
 
 
 def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device) -> Tensor:
-    """Return the logits [T, V] of the last row's tokens, computed as in `tree_logprobs`."""
     tree = TokenTree.of(rows)
     inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
     if (head := _plain_head(policy)) is None:

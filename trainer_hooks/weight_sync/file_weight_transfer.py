@@ -60,7 +60,7 @@ class FileWeightTransfer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def init_weight_transfer(self) -> None:
-        """Wait until the server is ready."""
+        """Wait until the server is ready, at most `start_timeout_s`."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             try:
@@ -104,9 +104,6 @@ class FileWeightTransfer:
             self.resume()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Make an HTTP call. Raises WeightUpdateError for an error status or if there is no
-        reply.
-        """
         headers = {"Content-Type": "application/json"}
         if self._admin_key is not None:
             headers["Authorization"] = f"Bearer {self._admin_key}"

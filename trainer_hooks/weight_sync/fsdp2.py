@@ -111,9 +111,6 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """Return this rank's part of a state tensor that has the parameter's shape, else `value`
-    itself.
-    """
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if not isinstance(parameter, DTensor) or not is_whole:
         return value

@@ -103,9 +103,6 @@ def weights_of(source: NamedTensors) -> NamedTensors:
 def _weights_in(
     module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> NamedTensors:
-    """Return the module's weights with wanted names: live tensors, or a stream that gathers
-    them.
-    """
     if has_units(module):
         pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
         return streamed(pairs)
@@ -132,9 +129,6 @@ def _kept_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:
-    """Return the adapter of a PEFT model, wrapped or not. Its tensors are live if they are
-    whole.
-    """
     parts = _weights_in(model, lambda name: _LORA in name)
     lasting = by_name(parts)
     peft_model = _peft_model(model)

@@ -62,9 +62,7 @@ class TrainerRanks:
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
-        """Return the lists of all ranks, concatenated. Elements have the types that `broadcast`
-        takes.
-        """
+        """Return the lists of all ranks, concatenated. Elements are as for `broadcast`."""
         if self.size == 1:
             return own
         parts = all_gather_bytes(None, _encoded(own))
@@ -81,14 +79,11 @@ def _encoded(value: Any) -> bytes:
 
 
 def _decoded(content: bytes) -> Any:
-    """Return the decoded value. Raises pickle.UnpicklingError for anything but plain data."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def torchrun_place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks by torchrun, or (0, 1) without
-    torchrun.
-    """
+    """Return this process's rank and the number of ranks by torchrun, else (0, 1)."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

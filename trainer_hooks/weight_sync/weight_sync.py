@@ -171,15 +171,11 @@ class CheckpointWeightSync(_TransportWeightSync):
 
 
 def _drain(tensors: NamedTensors) -> None:
-    """Read the rest of a stream."""
-    if isinstance(tensors, WeightStream):  # the trainer's other ranks gather it, too
+    if isinstance(tensors, WeightStream):  # the trainer's other ranks gather its rest, too
         tensors.drain()
 
 
 def _pause_s(error: WeightUpdateError, tensors: NamedTensors, pauses: Iterator[float]) -> float:
-    """Return the seconds before the next attempt. Raises the error if another attempt
-    cannot help.
-    """
     pause_s = next(pauses, None)
     if not error.is_transient or pause_s is None:
         raise error
