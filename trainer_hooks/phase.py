@@ -1,7 +1,7 @@
 """generation_phase: runs the engine within a block of a training step and suspends it afterwards.
 
 Used by training loops that share their device with the engine (colocated training), by
-`trainer_hooks.train.warm_up` and by `trainer_hooks.trl_rollouts`.
+`trainer_hooks.train.main`, `trainer_hooks.train.warm_up` and `trainer_hooks.trl_rollouts`.
 `trainer_hooks.metrics.time_account` reads PhaseTimings. A phase pauses, suspends, resumes and
 unpauses the LLM, and pushes weights.
 """
@@ -66,7 +66,7 @@ class PushesWeights(Protocol):
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Push the weights to the engine and commit them as `version`. None is the next version."""
+        """Push the weights and commit them as `version`, or as the next version if it is None."""
         ...
 
     async def apush(
@@ -150,7 +150,7 @@ class GenerationPhase:
 
     @property
     def suspend_report(self) -> SuspendReport | None:
-        """Report of the suspend, or None before it and if the engine stopped in the block."""
+        """Report of the suspend, or None before the suspend or if the block stopped the engine."""
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:

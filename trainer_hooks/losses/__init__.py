@@ -1,7 +1,7 @@
 """Policy and value losses on token log-probs, corrections for old tokens, and diagnostics.
 
-Used by users' training loops and `trainer_hooks.update.micro_batches`. `trainer_hooks.train`
-imports its modules.
+Used by users' training loops, `trainer_hooks.update`, `trainer_hooks.train` and
+`trainer_hooks.producer`.
 
 Shape letters of the package: B rows (token sequences, see RolloutBatch), T positions of prompt and
 completion, padded on the right. Column t of a log-prob tensor is the log-prob of token t. The mask

@@ -144,10 +144,9 @@ def gae_advantages(
 def reinforce_plus_plus_advantages(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Return each token's sum of rewards from it on, whitened over the trained tokens, float32 [B,
-    T].
+    """Return each token's sum of rewards from the token on, whitened, float32 [B, T].
 
-    The sum is discounted by `gamma`.
+    The sum is discounted by `gamma`, and whitened over the trained tokens.
     `rewards_BT`: result of `token_rewards`, which has the reward on a rollout's last token and the
     KL penalties. For the variant with a baseline, first subtract the group's mean from the rewards
     by `group_advantages(..., normalize="none")`.
@@ -189,9 +188,7 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the value of the next trained token, or after the last the bootstrap value (default
-    0).
-    """
+    """Return the value of the next trained token. After the last one it is the bootstrap value."""
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
     if bootstrap_values_B is not None:

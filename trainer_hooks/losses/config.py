@@ -102,8 +102,7 @@ POLICY_LOSS_KINDS = tuple(KINDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyCorrection:
-    """Constant token weights for rollouts of older policies, computed from w = proximal /
-    behaviour.
+    """Constant token weights for rollouts of older policies, from w = proximal / behaviour.
 
     mode: truncate limits w to at most `high` and at least `low`. mask uses w inside [low, high] and
         0 outside. none uses 1. auto truncates per token at 2 if proximal log-probs are given, else
@@ -283,7 +282,7 @@ class PolicyLossConfig:
         normalize: AdvantageNormalization | None = None,
         baseline: AdvantageBaseline | None = None,
     ) -> tuple[AdvantageNormalization, AdvantageBaseline]:
-        """Return the arguments of `group_advantages`. None becomes the kind's value.
+        """Return `normalize` and `baseline` for `group_advantages`, by default the kind's values.
 
         Raises ConfigError for values that contradict the kind.
         """

@@ -66,8 +66,7 @@ def correction_weights(
 def sequence_mask(
     log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, max_kl: float
 ) -> torch.Tensor:
-    """Return which tokens have A < 0 and are in a rollout that is unlikely under the policy, bool
-    [B, T].
+    """Return which tokens have A < 0 in a rollout that is unlikely under the policy, bool [B, T].
 
     `log_ratio_BT` is log pi - log behaviour, and 0 outside the mask. A rollout is unlikely if its
     mean of log behaviour - log pi is above `max_kl`. Making its tokens still less likely

@@ -34,7 +34,7 @@ Metrics = dict[str, torch.Tensor]
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (n sum w^2) over the mask, at most 1, which equal weights have.
+    """Return (sum w)^2 / (n sum w^2) over the mask. Equal weights give 1, unequal weights less.
 
     Returns 0 for an empty mask.
     Source: Kong 1992, A note on importance sampling using standardized weights.

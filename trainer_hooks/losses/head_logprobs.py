@@ -1,9 +1,9 @@
 """Log-probs and entropies of final hidden states, without ever holding all logits.
 
-Used by `trainer_hooks.update.tree_pass` and `trainer_hooks.update.lean_passes`. All logits of a
-batch would take more memory than anything else of a trainer. They are computed in chunks of tokens,
-once in the forward pass and again in the backward pass. The backward pass writes to the `grad` of
-the head's weight.
+Used by `trainer_hooks.update.tree_pass`. `trainer_hooks.update.lean_passes` uses
+`gradient_in_place`. All logits of a batch would take more memory than anything else of a trainer,
+so logits are computed in chunks of tokens. The backward pass computes them again and writes to the
+`grad` of the head's weight.
 
 Shape letters: R hidden states, C hidden states of a chunk, E hidden size, V vocabulary, M pairs of
 a hidden state and a token.
@@ -102,8 +102,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logit_v = sum over pairs of g (1[v chosen] - p_v), - g_entropy p_v (log p_v + H)."""
         hidden_RE, weight_VE, bias_V, rows_M, tokens_M = ctx.saved_tensors
+        # d logit_v = sum over pairs of g (1[v chosen] - p_v), - g_entropy p_v (log p_v + H)
         grad_M, grad_entropy_R = grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_RE = torch.empty_like(hidden_RE) if needs_hidden else None
@@ -141,11 +141,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the tensor to which a backward pass must add the gradient of `weight`, and its result.
+    """Return a tensor to which to add the gradient of `weight`, and the gradient for autograd.
 
-    The result is what the backward pass returns to autograd for `weight`. The two are
-    `weight.grad`, made if missing, and None. If hooks must see the gradient, or `weight` is no
-    leaf, both are the same new zeros.
+    They are `weight.grad`, made if missing, and None. If hooks must see the gradient, or if
+    `weight` is not a leaf, both are one new tensor of zeros.
     """
     # A gradient of its own would take as much memory as the weight until the backward pass ends.
     if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):

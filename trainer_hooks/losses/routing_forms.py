@@ -80,8 +80,7 @@ def to_verl(
     max_prompt_length: int,
     max_response_length: int,
 ) -> torch.Tensor:
-    """Return verl's `routed_experts` [B, S, L, K], with S = max_prompt_length +
-    max_response_length.
+    """Return verl's `routed_experts` [B, S, L, K]. S is the sum of the two maximum lengths.
 
     Each row starts where its prompt starts in verl's `input_ids`. Raises ConfigError for lengths
     that do not fit.
@@ -107,8 +106,7 @@ def to_verl(
 
 
 def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> torch.Tensor:
-    """Return `routing_BTLK` from verl's `routed_experts` and `attention_mask`, both padded on the
-    left.
+    """Return `routing_BTLK` from verl's `routed_experts` and `attention_mask`, padded on the left.
 
     T is the largest number of tokens of a row. A row's last token has -1, since no pass computed
     it.

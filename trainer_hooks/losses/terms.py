@@ -80,7 +80,7 @@ def differentiable_ratios(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Losses [B, T] with a gradient, and without one the ratio and where it was clipped.
+    """Losses of tokens, and where the ratio was clipped, [B, T]. Only `losses_BT` has a gradient.
 
     `is_low_BT`: True where the ratio is below the clip range and A < 0.
     `is_high_BT`: True where the ratio is above the clip range and A > 0.

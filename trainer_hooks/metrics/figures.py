@@ -33,9 +33,9 @@ def rate(num_tokens: float, seconds: float) -> float:
 
 
 def tokens_per_s(steps: Sequence[Row]) -> float | None:
-    """Return the sampled tokens per second of the steps' wall time, or None without a value.
+    """Return the sampled tokens per second of the steps' wall time.
 
-    Steps without a token count or a time are left out.
+    Steps without a token count or a time are left out. Returns None if no step is left.
     """
     timed = [step for step in steps if NUM_TOKENS in step and STEP_S in step]
     if not timed:
@@ -105,7 +105,7 @@ def sampled_reward(steps: Sequence[Row]) -> RewardChange | None:
 
 
 def held_out_reward(rows: Sequence[Row]) -> RewardChange | None:
-    """Return the change of the held-out greedy reward between evaluations, or None without any."""
+    """Return the change of the held-out greedy reward over all evaluations, or None without one."""
     evaluations = [row for row in rows if HELD_OUT_REWARD in row]
     if not evaluations:
         return None

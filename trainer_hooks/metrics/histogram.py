@@ -21,7 +21,7 @@ _INFIX = "/hist/"
 def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
     """Return the counts of `values` by column, `<name>/hist/<bin>`, up to the largest value's bin.
 
-    Fractions are rounded to whole numbers, and negative values count as 0. {} without values.
+    Fractions are rounded, and negative values count as 0. Returns {} without values.
     """
     if not values.numel():
         return {}

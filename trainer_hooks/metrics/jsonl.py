@@ -25,8 +25,8 @@ class JsonlWriter:
     `resume_step`: None starts a new file and renames an existing one. A number keeps the existing
     rows up to that step and deletes later ones, since a resumed run repeats the steps after its
     checkpoint.
-    `max_bytes`: when name.jsonl grows beyond it, it is renamed to name.1.jsonl and replaces that
-    file. None means no limit.
+    `max_bytes`: limit on the file. A larger name.jsonl replaces name.1.jsonl, and a new name.jsonl
+    is begun. None means no limit.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """Return `timing_s/step`, and each category's `timing_s/<category>`,
+        """Return the metrics `timing_s/step`, `timing_s/<category>` and
         `timing_share/<category>`.
         """
         return {

@@ -53,7 +53,7 @@ class AdmissionGate:
         return self.num_admitted - 1
 
     def withdraw(self) -> None:
-        """Revoke the admission of the newest waiting batch. The next batch gets its number."""
+        """Revoke the admission of the newest waiting batch. The next batch gets the same number."""
         assert self.num_delivered < self.num_admitted, "no admitted batch is waiting"
         self.num_admitted -= 1
 
@@ -80,7 +80,7 @@ class OpenBatch(GroupPool):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no error stopped the batch, and it is full or no prompts are left for it."""
+        """Whether the batch is full, or no prompt is left for it. False after an error."""
         is_full = len(self.finished) >= self._rules.num_groups
         no_more = not self.running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)
@@ -138,9 +138,7 @@ class AdmissionOrder(BatchOrder):
             batch.fill()
 
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound. A lower bound aborts the newest batches and replaces groups that are
-        too old.
-        """
+        """Change the bound. A lower bound aborts the newest batches and replaces too old groups."""
         is_lower = max_staleness_versions < self._gate.max_staleness_versions
         self._gate.max_staleness_versions = max_staleness_versions
         if not is_lower:
@@ -172,7 +170,9 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Replace the groups of `batch` beyond the bound. Returns whether there were none."""
+        """Replace groups of `batch` with tokens beyond the bound. Returns True if there are
+        none.
+        """
         # The gate ensures this as long as one batch makes one version. A token newer than the
         # reported version shows that the next version is already in use.
         for seen in batch.finished.values():

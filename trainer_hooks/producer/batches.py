@@ -73,7 +73,7 @@ class TrainingBatch:
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:
-    """Return the mean of policy lag + KV lag over trained tokens, in versions. 0 without tokens."""
+    """Return the mean policy lag + KV lag of trained tokens, in versions, or 0 without tokens."""
     lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 
@@ -95,8 +95,7 @@ def batch_metrics(
     waited_s: float,
     num_waiting_batches: int,
 ) -> dict[str, float]:
-    """Return the metrics of a batch: its rollouts, reward terms, times in seconds, and group
-    counts.
+    """Return the metrics of a batch: rollouts, reward terms, times in seconds, group counts.
 
     `counts`: number of groups by fate.
     `waited_s`: seconds that the trainer waited for the batch.

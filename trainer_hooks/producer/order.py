@@ -31,9 +31,7 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound. Groups that are too old under it are given back to the ledger as
-        "stale".
-        """
+        """Change the bound. Groups that are too old under it go back to the ledger as "stale"."""
 
     @abstractmethod
     def take_error(self) -> BaseException | None:
@@ -41,11 +39,10 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def next_groups(self) -> Sequence[ScoredGroup]:
-        """Return the groups of the next batch in order, or an empty sequence while it is not
-        complete.
+        """Return the groups of the next batch in order, or () while the batch is incomplete.
 
-        All tokens of these groups are within the bound. Groups with older tokens are given back to
-        the ledger.
+        All tokens of these groups are within the bound. Groups with older tokens go back to the
+        ledger.
         """
 
     @abstractmethod

@@ -143,8 +143,8 @@ class AsyncRolloutProducer:
     `prompts`: a ledger, or a source for PromptLedger. A source is used with `seed`, `shuffle` and
     `num_epochs`.
     `order`: "admission" returns batches in the order in which they were begun, and waits for the
-    slowest rollout of each. "ready" makes a batch of whichever groups are finished. It samples a
-    group that grows too old again, with other seeds. After `max_reissues` such repetitions a batch
+    slowest rollout of each. "ready" makes a batch of whichever groups are finished. A group that
+    grows too old is then sampled again, with other seeds. After `max_reissues` repetitions a batch
     waits for the group. This favours short rollouts (see docs/producer.md).
     `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
     `rollout_fn`: async function (RolloutLLM, prompt) that returns a Rollout, or the requests of one
@@ -241,11 +241,10 @@ class AsyncRolloutProducer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort all rollouts, wait until they have ended, and give their prompts back to the
-        ledger.
+        """Abort all rollouts and wait for their end. Their prompts go back to the ledger.
 
-        Closes the reward runner if the producer made it from `reward_fn`. A second call has no
-        effect. `state_dict` still works afterwards.
+        Closes the reward runner if the producer made it from `reward_fn`. May be called twice.
+        `state_dict` still works afterwards.
         """
         self._is_running = False
         self._order.abort("closed")
@@ -268,7 +267,7 @@ class AsyncRolloutProducer:
 
         Unfinished rollouts are not included. A load issues their prompts again.
         `last_batch_trained`: whether the weights were trained on the batch that was returned last.
-        False makes a load issue its prompts again.
+        If not, a load issues the prompts of that batch again.
         """
         state = self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
         return state | self._bound.state_dict()
@@ -287,14 +286,13 @@ class AsyncRolloutProducer:
         return self._bound.versions
 
     def observe_effective_sample_size(self, ess: float) -> int:
-        """Report the ESS of the batch returned last, after training on it. Returns the staleness
-        bound.
+        """Report the ESS of the batch returned last. Returns the staleness bound.
 
         ESS is the effective sample size of the importance weights of a batch's tokens, which
-        `policy_loss` returns as the metric `eff_sample_size`. Call this before the push. With
-        max_staleness_versions="ess" or an EssBound, the bound follows the ESS. A lower bound gives
-        groups that are too old for it back to the ledger, as "stale". With a number as the bound,
-        the ESS is only a metric. Raises ConfigError for an ESS outside (0, 1].
+        `policy_loss` returns as the metric `eff_sample_size`. Call this after training on the batch
+        and before the push. With max_staleness_versions="ess" or an EssBound, the bound follows the
+        ESS. Groups that are too old for a lower bound go back to the ledger as "stale". With a
+        number as the bound, the ESS is only a metric. Raises ConfigError for an ESS outside (0, 1].
         """
         before, bound = self._bound.versions, self._bound.observe(ess)
         if bound != before:
@@ -313,7 +311,7 @@ class AsyncRolloutProducer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of samples of the next batch that have ended, and that a whole batch has."""
+        """Number of ended samples of the next batch, and number of samples of a whole batch."""
         pool = self._order.next_pool
         num_wanted = self._batch_groups * self._group_size
         return 0 if pool is None else pool.num_finished_samples, num_wanted
@@ -325,7 +323,7 @@ class AsyncRolloutProducer:
         return math.nan if pool is None else pool.mean_reward
 
     def refresh_version(self) -> int:
-        """Read the weights version, begin the batches that it allows, and return it.
+        """Read the weights version and begin the batches that it allows. Returns the version.
 
         `anext()` does this too. Call this after an update if `anext()` is called much later.
         """

@@ -27,8 +27,8 @@ class ReadyOrder(GroupPool, BatchOrder):
     again until they are shorter.
     After `max_reissues` reissues of a prompt, the last batch that its group can join waits for the
     group.
-    At most S + 1 batches with their over-sampling are open. Fewer groups are open if enough recent
-    groups finished in time and passed the filters.
+    At most as many groups are open as S + 1 batches need with over-sampling. Fewer are open if most
+    recent groups finished in time and passed the filters.
     Raises ConfigError for a negative `max_reissues`.
     """
 
@@ -75,9 +75,9 @@ class ReadyOrder(GroupPool, BatchOrder):
         self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
 
     def _has_room(self, version: int) -> bool:
-        # Finished groups that are at least as old come first in the batches that it can join.
         num_batches = version + self._bound - self._next_version + 1
         num_places = num_batches * self._rules.num_groups
+        # Finished groups that are at least as old come first in these batches.
         num_before = sum(seen is not None and seen[0] <= version for seen in self.finished.values())
         num_open = len(self.running) + len(self.finished)
         return num_before < num_places and num_open < self._num_wanted(num_places)

@@ -40,9 +40,9 @@ class EssBound:
     raising_ess. The default is sqrt(least_ess), half of the variance that least_ess allows. After a
     rise, r must double before the bound falls again, so noise does not move the bound.
     `smoothing`: weight of the newest r in its running mean.
-    `least`, `most`: limits of the bound. At 0 no token has a lag and no r can be measured, so the
-    bound tries 1 again after `patience` batches. 8 is as far as Fu et al. 2025 (AReaL, arXiv
-    2505.24298, sec. 7.3) trained without loss.
+    `least`, `most`: limits of the bound. A bound of 0 tries 1 again after `patience` batches,
+    because without lag r cannot be measured. The default of `most` is as far as Fu et al. 2025
+    (AReaL, arXiv 2505.24298, sec. 7.3) trained without loss.
     Raises ConfigError unless least <= most and least_ess < raising_ess.
     """
 

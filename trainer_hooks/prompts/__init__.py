@@ -1,5 +1,5 @@
 """Prompts of a training loop: sources, chat format, checks, curricula, and the ledger of prompts.
 
-Its modules are used by users' training loops and in `trainer_hooks` by `producer`, `evaluation`,
-`environments`, `rewards.scoring` and `train`.
+Used by users' training loops and by `producer`, `evaluation`, `environments`, `rewards` and `train`
+of `trainer_hooks`.
 """

@@ -91,7 +91,7 @@ class PromptCheck:
 
 
 class SelectedRows:
-    """Rows of a source that `indices`, a sequence or an array, selects, in its order."""
+    """Rows of a source selected by `indices`, a sequence or an array, in the order of `indices`."""
 
     def __init__(self, rows: PromptRows, indices: Any) -> None:
         self._rows, self._indices = rows, indices
@@ -191,7 +191,7 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return the text by which errors name a row: from the rows' own `place_of`, or its index."""
+    """Return the text by which errors name a row, from `place_of` of `rows` or from its index."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 

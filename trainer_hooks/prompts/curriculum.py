@@ -55,7 +55,7 @@ def learnability_weight(index: int, history: PromptHistory) -> float:
 class CurriculumDraws:
     """Draws a row for each position of an epoch, and keeps the rows' weights.
 
-    A draw depends only on the seed, its position, the weights, and the rows drawn before.
+    A draw depends only on seed, epoch, position, weights, and the rows drawn before in the epoch.
     """
 
     def __init__(self, curriculum: Curriculum, num_rows: int, seed: int) -> None:

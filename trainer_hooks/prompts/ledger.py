@@ -93,14 +93,14 @@ class PromptLedger:
     `[index]`, or an iterable that can be iterated again. A dataset's rows are read when they are
     issued. An iterable is read at once, at most MAX_ITERATED_ROWS rows.
     `shuffle`: False issues the rows in the order of the source.
-    `num_epochs`: number of epochs. None never ends.
+    `num_epochs`: number of epochs. None means no end.
     `curriculum`: draws the next prompts by their histories instead of the shuffled order.
-    `max_histories`: number of prompts whose history is kept. Those without an outcome for longest
-    are dropped.
+    `max_histories`: number of prompts whose history is kept. The histories with the oldest last
+    outcome are dropped.
     `consumed`, `given_back`: counts of prompts by reason, over all epochs.
-    Raises ConfigError for a source that `as_rows` refuses, for a bad row among the first ones read,
-    for `num_epochs` below 1, for a curriculum with shuffle=False, and for a negative or infinite
-    weight.
+    Raises ConfigError for a source that `as_rows` refuses, for a bad row among up to 64 evenly
+    spread rows, for `num_epochs` below 1, for a curriculum with shuffle=False, and for a negative
+    or infinite weight.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def as_item(
     If the column `reward_model` has a `ground_truth`, that value also becomes the column
     `ground_truth`, unless the row has one.
     Raises ConfigError for a prompt that is not text, token ids or messages, for messages without a
-    template or refused by it, and for half a surrogate pair in any column.
+    template, for messages that the template refuses, and for half a surrogate pair in any column.
     """
     if prompt_column not in values:
         raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")

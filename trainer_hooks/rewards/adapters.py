@@ -84,8 +84,7 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one WeightedReward or None per completion, or an awaitable if a function returns
-        one.
+        """Return one WeightedReward or None per completion, as an awaitable if a function is async.
 
         Raises ConfigError unless each function returns one number per completion.
         """
@@ -167,9 +166,9 @@ class VerlReward:
 
     It calls `compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a
     number, or a mapping with "score". The columns are named as in verl: data_source, extra_info,
-    and ground_truth, or reward_model with "ground_truth" in it. `compute_score` gets one sample per
-    call. The sample's score is None if it returns None, raises or returns no number. Errors are
-    logged. If all samples fail with an error, the first error is raised.
+    and ground_truth, or reward_model with "ground_truth" in it. Each call gets one sample. The
+    sample's score is None if the call returns None, raises or returns no number. Errors are logged.
+    If all samples fail with an error, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:

@@ -28,9 +28,10 @@ def arguments_for(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and named arguments for a call of `reward_fn`.
 
-    Prompts, completions and completion ids are passed by name, unless the function names none of
-    them and has at least three positional parameters. A function with `**columns` gets all columns,
-    another only those it names.
+    Prompts, completions and completion ids are passed by position if the function names none of
+    them and has at least three positional parameters. Otherwise they are passed by name, if the
+    function names them. A function with `**columns` gets all columns. Another function gets only
+    the columns that it names.
     Raises ConfigError if the function needs a column that the prompts do not have.
     """
     standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))

@@ -34,7 +34,7 @@ class RewardCallStillRuns(RewardFailed):
 
 
 class RewardProcessesClosed(RewardFailed):
-    """The processes were closed while a call was waiting for one."""
+    """The processes were closed while a call was waiting for a free process."""
 
 
 class RewardFunctionError(RolloutError):
@@ -123,7 +123,11 @@ class SlowCallWarnings:
 
     @contextmanager
     def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-        """Return a context for a call. Warnings repeat at doubled times, with the first sample."""
+        """Return a context for a call of the function, in which warnings are logged.
+
+        The first warning comes after `after_s` seconds, and others at each doubled time. Warnings
+        show the first sample.
+        """
         loop, timer = asyncio.get_running_loop(), None
 
         def warn(elapsed_s: float) -> None:

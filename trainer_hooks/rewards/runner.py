@@ -44,9 +44,9 @@ WARN_AFTER_S = 60.0
 class RewardRunner:
     """Scores completions by `reward_fn(prompts, completions, completion_ids, **columns)`.
 
-    An async function is awaited, any number of calls at a time. Another function runs in a thread,
-    one call at a time, so it need not be thread-safe. With `workers` it runs in that many spawned
-    processes, which are replaced when they die.
+    An async function is awaited, any number of calls at a time. A plain function runs in a thread,
+    one call at a time, so it need not be thread-safe. With `workers`, a plain function runs in that
+    many spawned processes, which are replaced when they die.
     `timeout_s`: limit on a call in seconds. None means no limit. A thread cannot be ended, so a
     call beyond the limit keeps running there. Its result is dropped and the next call begins. After
     a cancelled call, the next call waits until the function returns, for at most `timeout_s`.
@@ -258,7 +258,7 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
 def as_runner(
     reward_fn: RewardFunction | RewardRunner | None,
 ) -> tuple[RewardRunner | None, bool]:
-    """Return a runner, or None for None, and whether it is new and the caller must close it."""
+    """Return a runner (None for None), and whether it is new, so that the caller must close it."""
     if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

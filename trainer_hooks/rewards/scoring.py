@@ -25,8 +25,7 @@ async def score_rollouts(
     rollouts: Sequence[Rollout],
     tokenizer: Tokenizer | None,
 ) -> list[float]:
-    """Return one reward per rollout. A failed rollout gets NaN, and the function is not called for
-    it.
+    """Return one reward per rollout. Failed rollouts get NaN without a call of the function.
 
     A reward is the rollout's own reward, the function's result, or the sum of both.
     `reward`: runner of the function, or None if the rollouts have rewards of their own.

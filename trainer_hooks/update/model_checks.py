@@ -1,9 +1,9 @@
 """Finds out whether a model keeps several sequences in one row apart.
 
 Used by `trainer_hooks.update.packing` and `trainer_hooks.update.tree_pass`, which put several
-sequences into one row. A model's class does not show whether its attention mask and its layers keep
-them apart. The check runs the model on a few tokens, alone and beside different neighbours, and
-compares the logits. Results are cached for each module.
+sequences into one row. A model's class does not show whether its attention mask and layers keep
+sequences apart. The check runs the model on a few tokens, alone and beside different neighbours,
+and compares the logits. Results are cached for each module.
 
 Shape letters: N tokens, V vocabulary.
 """

@@ -18,8 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTree:
-    """The tokens of some rows as nodes. Each shared prefix occurs once, and parents precede
-    children.
+    """The tokens of some rows as nodes. Each shared prefix occurs once, parents before children.
 
     `tokens_N`, `depths_N`: token id and position of each node, int64.
     `ends_N`: the descendants of node i are the nodes from i + 1 to `ends_N[i]`, exclusive.

@@ -81,8 +81,8 @@ def _model(policy: Any) -> Any:
 
 
 def _plain_head(policy: Any) -> Head | None:
-    # FSDP2 gathers weights only in such a pass, and a head with an adapter is no nn.Linear.
     linear = _model(policy).get_output_embeddings()
+    # FSDP2 gathers weights only in a pass of the whole model. A head with an adapter is no Linear.
     if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
         return None
     config = policy.config.get_text_config()
@@ -93,8 +93,7 @@ def _plain_head(policy: Any) -> Head | None:
 
 
 def pair_cost(policy: Any) -> float:
-    """Return the cost of attention for one pair of tokens, divided by the cost of a token's
-    products.
+    """Return the cost of attention for one pair of tokens over the cost of a token's products.
 
     Costs are numbers of multiplications. A pair costs 2 heads * head_dim in each layer. A token
     costs the number of the body's parameters without its embeddings.
