@@ -2,13 +2,13 @@
 
     python -m examples.arithmetic DIRECTORY
 
-writes to DIRECTORY a model and sums of two numbers with two digits. examples/sums.yaml is the
-config of a job that names these files and `is_right`.
+writes a model and sums of two numbers with two digits. examples/sums.yaml is the config of a job
+that names these files and `is_right`.
 model/ is a Qwen3 of 0.1M parameters with random weights, and its tokenizer. questions.jsonl and
 held_out.jsonl have right answers. homework.jsonl has answers that forget the carries in three sums
-of four. A warm-up on the homework teaches the model to add column by column, and to forget carries
-as often. Training with the reward `is_right` then teaches it to carry. No sum of held_out.jsonl is
-in the other files.
+of four. A warm-up on the homework teaches the model to add column by column, and mostly to forget
+the carries. Training with the reward `is_right` then teaches it to carry. No sum of held_out.jsonl
+is in the other files.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def tiny_policy(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def questions(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return rows with a prompt and two numbers. Every third row asks for a sum."""
+    """Return rows with two numbers, which ask in turn for a sum, a difference and a product."""
     numbers = random.Random(seed)
     return [
         {

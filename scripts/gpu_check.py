@@ -63,9 +63,7 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts that run the tests listed in the file `tests`, the benchmark and NVIDIA's
-    tools.
-    """
+    """Return the parts that repeat the tests in the file `tests`, and NVIDIA's tools."""
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
         pytest_part(
@@ -141,9 +139,7 @@ def files_of(tests: Path) -> list[str]:
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """Return the environment of every part. Python imports this tree and the bundle's packages
-    first.
-    """
+    """Return the environment of every part, with this tree and the bundle first in PYTHONPATH."""
     paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,

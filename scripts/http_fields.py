@@ -208,9 +208,7 @@ Status = Neutral | Refused | None
 
 
 def keys_of(tree: ast.Module, source: Source) -> set[str]:
-    """Return the keys that `source` declares in `tree`, its file. Raises LookupError
-    without a key.
-    """
+    """Return the keys that `source` declares in `tree`. Raises LookupError without a key."""
     keys = set()
     for name in source.classes:
         keys |= _fields(tree, name)

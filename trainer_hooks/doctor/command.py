@@ -1,7 +1,7 @@
 """The program `python -m trainer_hooks.doctor`, and the files of batches that it reads.
 
-Used by `trainer_hooks.doctor` and its `__main__`. It examines a saved batch, or the newest batch of
-a run. `trainer_hooks.train.main` writes such files through BatchFiles.
+Used by `trainer_hooks.doctor` and its `__main__`. The program examines a saved batch, or the newest
+batch of a run. `trainer_hooks.train.main` writes files of batches through BatchFiles.
 `trainer_hooks.update.guarded_step` and users write them by `save_rollouts`.
 """
 
@@ -244,10 +244,10 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
 class BatchFiles:
     """Saves one batch for each checkpoint of a run, for later diagnosis.
 
-    It is the first batch after the checkpoint in which the checkpoint's weights sampled at least
-    half of the trained tokens. A checkpoint gets no file if there is no such batch before the next
-    checkpoint. A file is named after the checkpoint's step, in the run's directory `batches`. The
-    newest NUM_KEPT files are kept.
+    The saved batch is the first after the checkpoint in which the checkpoint's weights sampled at
+    least half of the trained tokens. A checkpoint gets no file if there is no such batch before the
+    next checkpoint. A file is named after the checkpoint's step, in the run's directory `batches`.
+    The newest NUM_KEPT files are kept.
     `checkpoint_interval`: number of training steps between two checkpoints.
     """
 

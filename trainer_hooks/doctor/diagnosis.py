@@ -1,8 +1,8 @@
 """diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
 
 Used by `trainer_hooks.doctor.command` and by users. `trainer_hooks.doctor.report` formats a
-Diagnosis. It checks facts of the batch, then tests hypotheses about the gap. It changes neither
-batch nor models.
+Diagnosis. `diagnose` checks facts of the batch, then tests hypotheses about the gap. It changes
+neither batch nor models.
 
 Shape letters: B rows, T positions, N tokens.
 """

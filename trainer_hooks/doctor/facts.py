@@ -50,8 +50,8 @@ def facts_of(
 ) -> Iterator[Fact]:
     """Yield faults of the batch's masks and tokens.
 
-    `turns`, `prompt_ids`: each row's requests, and the trainer's own prompts, for comparison, or
-    None.
+    `turns`: each row's requests, to compare with. None skips this.
+    `prompt_ids`: the trainer's own prompts, to compare with. None skips this.
     """
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))
@@ -233,11 +233,10 @@ def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
 
 
 def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """Yield a fact if the drawn tokens show a truncation: some setting would have dropped none of
-    them.
+    """Yield a fact if the drawn tokens show an undeclared truncation.
 
-    Without truncation all N tokens fall into the kept set with probability prod(kept mass). The
-    fact is yielded if this probability is below FALSE_ALARM.
+    Some truncation then keeps all drawn tokens, although the probability of such draws without
+    truncation, prod(kept mass), is below FALSE_ALARM.
     """
     known = reference.is_known_N
     levels = truncation_levels(reference.logits_NV.shape[1])

@@ -1,7 +1,7 @@
 """Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
 
-Used by `trainer_hooks.doctor.diagnosis`, which tests hypotheses, and by `alignment_causes`,
-`sampling_causes` and `weight_causes`, which yield them.
+Used by `diagnosis` of `trainer_hooks.doctor`, which tests hypotheses, and by `alignment_causes`,
+`sampling_causes` and `weight_causes`, which yield hypotheses.
 
 Shape letters: N tokens.
 """
@@ -85,8 +85,8 @@ class Explanation:
     """How much of a case's gap one hypothesis explains.
 
     `share`: explained part of the squared gap, at most 1. It is negative if the gap gets larger.
-    `residual_rms`: root mean square of the unexplained gap, in nats.
-    `is_whole`: True if rounding explains the unexplained gap.
+    `residual_rms`: root mean square of the rest of the gap, in nats.
+    `is_whole`: True if rounding explains the rest of the gap.
     """
 
     name: str
@@ -127,8 +127,7 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    # The gap between two computations is the noise of one, times this factor.
-    factor = case.tolerance.rms / case.tolerance.noise_rms
+    factor = case.tolerance.rms / case.tolerance.noise_rms  # of a gap over one side's noise
     largest = float(case.gap_N.abs().max())
     if hypothesis.noise_rms <= case.tolerance.rms:
         return 0.0, gap_rms, False

@@ -26,9 +26,9 @@ _MEAN_TOLERANCE = 1e-3
 class Reference:
     """Log-probs at `temperature`, float64 [N], and their logits.
 
-    `trainer_N`: by the trainer's weights.
-    `sampler_N`: by the weights that sampled each token, over KV of the same weights.
-    `stamped_N`: by the weights that sampled each token, over KV of the stamped versions.
+    `trainer_N`: computed by the trainer's weights.
+    `sampler_N`: computed by the weights that sampled each token, over KV of the same weights.
+    `stamped_N`: computed by the weights that sampled each token, over KV of the stamped versions.
     `is_known_N`: False where weights of a needed version are missing. There `sampler_N` repeats
     `trainer_N`, or `stamped_N` repeats `sampler_N`.
     `logits_NV`: the logits of `stamped_N`, before the temperature and any reshaping.
@@ -45,7 +45,7 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """Return the log-probs that the tokens' version stamps imply. `models`: float32, by version."""
+    """Return the log-probs that the tokens' version stamps imply."""
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version
@@ -71,9 +71,8 @@ def replay_old_contexts(
 ) -> Tensor:
     """Overwrite `logits_NV` for the wanted tokens with logits over KV of the stamped versions.
 
-    Returns where this was possible, bool [N]. It needs the token's turn and models of all versions
-    of its KV. It also needs that the KV was not recomputed later, so that the mean of its versions
-    is the stamped mean.
+    Returns where this was possible, bool [N]. A replay needs the token's turn, models of all
+    versions of its KV, and KV that was not recomputed later.
     """
     is_replayed_N = torch.zeros_like(is_wanted_N)
     if tokens.turns is None:
@@ -88,6 +87,7 @@ def replay_old_contexts(
                 continue
             logits_TV = replayed_logits(models, tokens.rows[row][:end], kv_versions_T.tolist())
             columns = tokens.column_N[own]
+            # If KV was recomputed later, the mean of its versions is not the stamped one.
             means = kv_versions_T.double().cumsum(0)[columns - 1] / columns
             fits = (means - tokens.kv_version_N[own]).abs() < _MEAN_TOLERANCE
             fits &= kv_versions_T[columns - 1] == tokens.version_N[own]

@@ -64,7 +64,7 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
     """Yield the hypothesis that the log-probs include the reshaping that requests declare, if any.
 
-    Reshaping is truncation, penalties and biases. logprobs_mode="processed" includes it.
+    Reshaping is truncation, penalties and biases, as with logprobs_mode="processed".
     """
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:

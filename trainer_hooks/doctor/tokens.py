@@ -82,8 +82,8 @@ class ExaminedTokens:
         return None if turn is None else turn.sampling_params
 
     def num_generated_before(self, index: int) -> int:
-        """Return how many tokens the turn of token `index`, which must be known, generated before
-        it.
+        """Return how many tokens the turn of token `index` had generated before. Needs a known
+        turn.
         """
         turn = self.turn_of(index)
         assert turn is not None, f"token {index} has no known turn"
@@ -96,7 +96,7 @@ def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[
 
 
 def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
-    """Return the batch as if trained at `version`, from which lags count. They may be negative."""
+    """Return the batch as if trained at `version`. Lags count from it, and may be negative."""
     newer = batch.train_version - version
     return replace(
         batch,

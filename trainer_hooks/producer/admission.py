@@ -170,8 +170,8 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Replace groups of `batch` with tokens beyond the bound. Returns True if there are
-        none.
+        """Replace groups of `batch` with tokens beyond the bound. Returns True without such
+        groups.
         """
         # The gate ensures this as long as one batch makes one version. A token newer than the
         # reported version shows that the next version is already in use.

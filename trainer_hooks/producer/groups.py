@@ -96,12 +96,10 @@ def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """The samples of one prompt and their rewards, in sample order. A failed rollout has the reward
-    NaN.
+    """The samples of one prompt and their rewards, in sample order. Failed rollouts have NaN.
 
     `generate_s`, `reward_s`: seconds of generation and of scoring, in the attempt that succeeded.
-    `num_reissues`: number of times that the prompt was given back before because its group grew too
-    old.
+    `num_reissues`: number of earlier issues of the prompt whose group grew too old.
     `filter_reason`: a group filter's reason for leaving the group out. None to train on the group.
     """
 
@@ -158,8 +156,8 @@ RolloutFunction = Callable[[RolloutLLM, Any], Awaitable[Turns]]
 class GroupMaker:
     """Generates the samples of a prompt, scores them, and tries again if too many failed.
 
-    A failed score is repeated by the reward runner with the same samples. If the runner gives up,
-    the prompt fails without another generation.
+    The reward runner repeats a failed score with the same samples. If the runner gives up, the
+    prompt fails without another generation.
     A group's seed is mix_seed(seed, epoch, position in the epoch, attempt), so its tokens do not
     depend on when it is made. A prompt whose group grew too old gets later attempt numbers, because
     equal seeds would make its new group equally slow.
@@ -281,8 +279,7 @@ async def sample_rollouts(
     tokenizer: Tokenizer | None,
     on_finished: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
-    """Return `num_samples` rollouts of a prompt, made by `rollout_fn`, or of one turn each if it is
-    None.
+    """Return `num_samples` rollouts of a prompt, made by `rollout_fn`, or of one turn without it.
 
     Calls `on_finished` once per rollout when it ends. If `generate` of the llm has no parameter
     `on_finished`, all these calls come after the last sample. If one call of `rollout_fn` raises or

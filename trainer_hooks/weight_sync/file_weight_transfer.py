@@ -31,7 +31,7 @@ class FileWeightTransfer:
 
     Each update is a directory of safetensors, which the server reads and this object then removes.
     Engines freeze their requests at `pause`, and continue them at `resume` under the new weights.
-    Not thread-safe. All methods raise WeightUpdateError with the server's reason.
+    The object is not thread-safe. All methods raise WeightUpdateError with the server's reason.
     `directory`: folder for updates, below one of the server's checkpoint_roots, on a file system
     that trainer and server share. None means shared memory, or the system's folder for temporary
     files if there is none.

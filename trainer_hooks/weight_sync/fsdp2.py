@@ -25,10 +25,10 @@ from trainer_hooks.weight_sync import full_tensors, join_push
 
 
 def shard(policy: nn.Module) -> None:
-    """Shard `policy` in place among all ranks, layer by layer.
+    """Shard `policy` in place among all ranks, layer by layer. This is a collective.
 
-    The layers are those named by `_no_split_modules` of the policy. A collective. Each rank must
-    have the same whole policy before.
+    The policy's `_no_split_modules` names the layers. Before the call each rank must have the same
+    whole policy.
     """
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     layers = set(getattr(policy, "_no_split_modules", None) or ())
@@ -41,7 +41,8 @@ def shard(policy: nn.Module) -> None:
 def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
     """Return the policy for `save_checkpoint`, or the gathered tensors of a sharded policy.
 
-    A collective for a sharded policy. `is_kept`: True on the rank that writes the checkpoint.
+    This is a collective for a sharded policy. `is_kept`: True on the rank that writes the
+    checkpoint.
     """
     if not any(map(is_sharded, policy.parameters())):
         saves: SavesPretrained = policy
@@ -84,7 +85,7 @@ class WholeOptimizer:
         return self._optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, gathered on each rank. A collective."""
+        """Return the whole state, gathered on each rank. This is a collective."""
         state = self._optimizer.state_dict()
         whole = {
             index: {name: _whole(value) for name, value in own.items()}
@@ -93,7 +94,7 @@ class WholeOptimizer:
         return {**state, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's part of a whole `state_dict`. A collective.
+        """Load this rank's part of a whole `state_dict`. This is a collective.
 
         Raises ValueError for the state of other parameters.
         """

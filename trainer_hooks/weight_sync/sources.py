@@ -32,10 +32,10 @@ _PEFT_LAYER = ".base_layer."
 def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of `source` under its Hugging Face name, as a whole plain tensor.
 
-    `source`: a module, a mapping, an iterator of names and tensors, such as a Megatron bridge's
-    export, or an adapter (see `weights_of`). A module may be plain or wrapped by DDP, FSDP2, FSDP1,
-    DeepSpeed (also ZeRO-3) or torch.compile. It gives its persistent buffers too, and each tied
-    weight once.
+    `source`: a module, a mapping, an adapter (see `weights_of`), or an iterator of names and
+    tensors, such as a Megatron bridge's export. A module may be plain or wrapped by DDP, FSDP2,
+    FSDP1, DeepSpeed (also ZeRO-3) or torch.compile. It gives its persistent buffers too, and each
+    tied weight once.
 
     If each rank holds a part, reading is a collective: all ranks read to the end, from sources of
     one kind. A rank without an engine calls `join_push(policy)` while another rank pushes. Gathered
@@ -59,7 +59,7 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
 
-    Use it for engines that do not serve the model's base, so they cannot apply the adapter alone.
+    Use this for engines that do not serve the model's base and so cannot apply the adapter alone.
     The sum is computed in float32. The model is not changed. Collectives are as for `full_tensors`.
     `adapter_name`: None means the active adapter.
     Raises WeightUpdateError, naming a part of the adapter that B @ A cannot express.

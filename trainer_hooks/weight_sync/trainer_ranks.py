@@ -83,7 +83,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def torchrun_place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks by torchrun, else (0, 1)."""
+    """Return this process's rank and number of ranks by torchrun, or (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

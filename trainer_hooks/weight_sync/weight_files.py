@@ -22,12 +22,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors in order to files of at most `max_file_bytes`. A larger tensor gets its own
-    file.
+    """Writes tensors in order to files of at most `max_file_bytes`.
 
-    A context manager. At the end of a block without an error it writes the index of the files, then
-    the file STABLE. Methods raise WeightUpdateError for tensors that cannot be read and files that
-    cannot be written.
+    A larger tensor gets its own file. This is a context manager. At the end of a block without an
+    error it writes the index of the files, then the file STABLE. Methods raise WeightUpdateError
+    for tensors that cannot be read and files that cannot be written.
     """
 
     def __init__(self, directory: Path, max_file_bytes: int) -> None:

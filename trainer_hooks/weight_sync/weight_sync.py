@@ -57,9 +57,10 @@ class WeightSync:
     ) -> WeightUpdateReport:
         """Commit the weights under `version`. None means the next version.
 
-        `named_parameters`: any source of `full_tensors`, such as a module, wrapped or not, with its
-        persistent buffers, or its `named_parameters()`. A PEFT model or a LoraAdapter gives its
-        adapter, which the engines merge into their own base. Tensors are only read, and not kept.
+        `named_parameters`: any source of `full_tensors`, such as a module (wrapped or not) or its
+        `named_parameters()`. A module also gives its persistent buffers. A PEFT model or a
+        LoraAdapter gives its adapter, which the engines merge into their own base. Tensors are only
+        read, and not kept.
         If each rank holds a part (FSDP, ZeRO-3), the parts are gathered one after the other, so all
         ranks push at the same time. A rank without an engine calls `join_push`.
 
