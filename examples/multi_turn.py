@@ -83,7 +83,7 @@ async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicIn
         context += turn.generated_tokens
         if turn.finish_reason != "stop":
             break
-        # The tool reads text; the context stays tokens.
+        # The tool reads text. The context stays tokens.
         context += llm.tokenizer.encode(calculator(llm.tokenizer.decode(context)))
     return turns
 

@@ -22,7 +22,7 @@ FILES = (
     *("facts.txt", "check.json", "tests.jsonl", "again.txt", "logs.txt"),
     *("gpu.json", "gpu.md", "gpu-kernels.md"),
 )
-NUM_FAILURES = 3  # printed for each part; tests.jsonl has all
+NUM_FAILURES = 3  # number of failures printed for each part. tests.jsonl has all.
 # The lines of ended parts take a tenth of the output, which stays below 12,000 characters.
 SUMMARY_CHARACTERS = 10_800
 LOG_BYTES = 1 << 20  # size of the kept end of a part's log

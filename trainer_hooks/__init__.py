@@ -25,7 +25,7 @@ from typing import Any as _Any
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> its names in this package. The stub beside this file has the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "rollout.apis.threaded_llm": "ThreadedLLM",
     "trainer_hooks.checkpoint": (

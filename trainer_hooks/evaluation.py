@@ -109,7 +109,7 @@ async def evaluate(
     tasks = [asyncio.ensure_future(score(i, item)) for i, item in enumerate(items)]
     try:
         scored = await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
-    except asyncio.TimeoutError as error:  # before Python 3.11 not the builtin one
+    except asyncio.TimeoutError as error:  # not the builtin TimeoutError before Python 3.11
         raise TimeoutError(str(error) or f"no end within timeout_s={timeout_s}") from error
     finally:
         for task in tasks:

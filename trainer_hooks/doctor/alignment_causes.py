@@ -41,7 +41,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
             ]
         )
         shifted_N = chosen_logprobs(logits_NV, id_N, case.reference.temperature)
-        # At the ends of a row no log-prob belongs to the column; padding holds 0.
+        # At the ends of a row no log-prob belongs to the column. Padding has 0.
         is_empty_N = ~is_inside_N | (case.claimed_N == 0.0)
         yield Hypothesis(
             name="shifted_mask",

@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 BATCHES = "batches"  # directory inside a run's directory
 _FORMAT = "rollout-batch-1"
-# Fields that no diagnosis reads; they are most of a request.
+# Fields that no diagnosis reads. They make up most of a request.
 _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 
 

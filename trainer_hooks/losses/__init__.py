@@ -10,7 +10,7 @@ is 1 on the tokens to train on.
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "trainer_hooks.losses.config": "POLICY_LOSS_KINDS OffPolicyCorrection PolicyLossConfig",
     "trainer_hooks.losses.corrections": "correction_weights",

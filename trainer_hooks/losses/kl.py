@@ -84,7 +84,7 @@ def token_rewards(
         trained_logprobs(reference_logprobs_BT.detach(), mask_BT),
         estimator,
     )
-    # argmax returns the first of equal values; flipped, that is the last trained token.
+    # argmax returns the first of equal values, which is the last trained token of a flipped mask.
     last_B1 = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(dim=1, keepdim=True)
     last_B1 = last_B1.masked_fill(~mask_BT.any(dim=1, keepdim=True), 0)
     return (-kl_coefficient * kl_BT).scatter_add(1, last_B1, rewards_B.float()[:, None])

@@ -138,8 +138,8 @@ class _Choice(TorchFunctionMode):
         if scores_NE.dim() != 2 or len(scores_NE) != num_tokens:
             raise ConfigError(
                 f"routing of shape {self._shape} has {num_tokens} tokens, and the forward pass of "
-                f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the rows of "
-                "the very batch, padded or packed as its tokens are"
+                f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the "
+                "routing of the batch that is computed, padded or packed like its tokens"
             )
         ids_NK = self._ids_NK.to(scores_NE.device).long()  # copied as int16: a quarter of the bytes
         is_known_N1 = (ids_NK >= 0).all(dim=-1, keepdim=True)

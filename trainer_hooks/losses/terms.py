@@ -18,8 +18,8 @@ from trainer_hooks.losses.config import KINDS, Aggregation, PolicyLossConfig, Ra
 # exp(20) is half a billion. Any clip or cap is far below it, and its square fits into float32, so
 # sums stay finite.
 MAX_LOG_RATIO = 20.0
-# Lower log-probs, also -inf, are clamped to this and have no gradient, so that no difference of
-# log-probs is NaN and sums are finite. e^-1000 is 0 in float64, too: no engine samples it.
+# Lower log-probs, also -inf, are clamped to this value and have no gradient, so that no difference
+# of log-probs is NaN and sums are finite. No engine samples such a token: e^-1000 is 0 in float64.
 MIN_LOGPROB = -1000.0
 
 
@@ -188,6 +188,6 @@ def aggregation_denominator(
         return mask_BT.sum().clamp(min=1)
     if rollout_tokens_B is None:
         return mask_BT.any(dim=1).sum().clamp(min=1)
-    # Each row is a share of its rollout; the shares of a rollout add up to 1.
+    # Each row is a share of its rollout. The shares of a rollout add up to 1.
     shares_B = mask_BT.sum(dim=1) / rollout_tokens_B.clamp(min=1).double()
     return shares_B.sum().round().long().clamp(min=1)

@@ -39,7 +39,7 @@ class StageClock:
         """
         if step == self._step:
             return
-        # The first recorded step of a resumed run is a later one, and took the time since `start`.
+        # The first recorded step took the time since `start`. A resumed run begins at a later step.
         now_s, num_new = self._clock(), step - self._step if self._step else 1
         self._own_s.append((now_s - self._reached_s) / max(num_new, 1))
         self._step, self._reached_s = step, now_s

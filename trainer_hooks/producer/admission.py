@@ -170,9 +170,7 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Replace groups of `batch` with tokens beyond the bound. Returns True without such
-        groups.
-        """
+        """Replace groups of `batch` that exceed the bound. Returns True if there were none."""
         # The gate ensures this as long as one batch makes one version. A token newer than the
         # reported version shows that the next version is already in use.
         for seen in batch.finished.values():

@@ -31,7 +31,7 @@ class ProducerError(RolloutError):
 _FATES = (
     "aborted",
     "failed",
-    "reward_failed",  # failed in scoring; also counted as failed
+    "reward_failed",  # failed in scoring, and also counted as failed
     "filtered",
     "stale",
     "error",

@@ -315,7 +315,7 @@ class PromptLedger:
         if not self._shuffle:
             return position
         if epoch not in self._orders:
-            # Two epochs are in use around a change of epoch. An older one is rare: recompute it.
+            # Two epochs are in use around a change of epoch. Older epochs are rare: recompute them.
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
             self._orders[epoch] = _shuffled(len(self), mix_seed(self._seed, epoch))

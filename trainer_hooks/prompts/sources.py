@@ -134,7 +134,7 @@ class ParquetPrompts(_LazyPrompts):
         self._ends = list(accumulate(sizes)) or [0]
         self._prompt_column = prompt_column
         self._template = as_chat_template(chat_template)
-        self._held: tuple[int, Any] | None = None  # replaced as one, so threads may read
+        self._held: tuple[int, Any] | None = None  # replaced as a whole, so threads may read it
 
     def __len__(self) -> int:
         """Number of rows in all files."""

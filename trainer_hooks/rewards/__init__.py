@@ -6,7 +6,7 @@ Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.produc
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "trainer_hooks.rewards.adapters": (
         "ConversationalReward VerlReward WeightedReward WeightedRewards reward_metrics"

@@ -89,7 +89,7 @@ class WeightedRewards:
         Raises ConfigError unless each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
-        # Async ones last: one that raises before them leaves no coroutine behind.
+        # Async functions last: an error of another function then leaves no coroutine behind.
         for i in sorted(range(len(results)), key=lambda i: is_async(self._functions[i])):
             given = prompts, completions, completion_ids, columns
             results[i] = call_reward(self._functions[i], *given)

@@ -110,7 +110,7 @@ class RewardProcesses:
         try:
             rewards, error = await in_thread(lambda: worker.call(args, named, timeout_s))
         except BaseException:
-            # It may still compute, so no other call may get it.
+            # The process may still compute, so no other call may get it.
             worker.kill()
             self._workers.discard(worker)
             self.num_replaced += 1

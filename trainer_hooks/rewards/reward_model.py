@@ -66,7 +66,7 @@ class BatchedReward:
         except asyncio.CancelledError:  # other callers of the batch still wait
             self._waiting = batch + self._waiting
             raise
-        except Exception as error:  # `score` may raise anything; each caller gets it
+        except Exception as error:  # `score` may raise anything, for each caller
             for future in futures:
                 if not future.done():
                     future.set_exception(error)

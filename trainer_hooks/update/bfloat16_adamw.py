@@ -94,7 +94,7 @@ def _update(
     own = _local(parameter.detach())
     whole = own.contiguous()  # itself, unless its strides are unusual
     size = bits_2C.shape[1]
-    # The fused kernel reads numbers one behind the other, also of an expanded gradient.
+    # The fused kernel needs contiguous numbers, also of an expanded gradient.
     gradient = _local(parameter.grad).contiguous()
     parts = (whole, gradient, *(_local(state[name]) for name in _MOMENTS))
     beta1, beta2 = group["betas"]
