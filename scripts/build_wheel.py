@@ -1,8 +1,8 @@
 """Build the wheel with compiled CPU kernels: `make wheel`, or python -m scripts.build_wheel FOLDER.
 
-One wheel serves all versions of Python and torch, and all x86-64 processors. It has a library of
-kernels for each of `library.TARGETS`, and the sources, which are compiled at first use if no
-library fits. Needs x86-64 Linux and GCC 11 or Clang 12, or a later version.
+One wheel serves all versions of Python and torch, and all x86-64 processors. The wheel has a
+library of kernels for each of `library.TARGETS`, and the sources, which are compiled at first use
+if no library fits. Needs x86-64 Linux and GCC 11 or Clang 12, or a later version.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(wanted: dict[str, str], file_names: Iterable[str]) -> Plan:
-    """Plan to keep one fitting wheel for each of `wanted`, remove others and fetch missing ones."""
+    """Return a plan that keeps one fitting wheel for each of `wanted` and fetches missing ones."""
     plan = Plan([], [], dict(wanted))
     for file_name in sorted(file_names):
         wheel = parse_wheel(file_name)

@@ -5,7 +5,7 @@
     python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
 Run by hand. Tests compare its page and its list. `peers` downloads the released packages from PyPI
-into a temporary folder. It reads their sources and never runs them.
+into a temporary folder. The packages' sources are read and never run.
 """
 
 from __future__ import annotations

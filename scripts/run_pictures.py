@@ -3,10 +3,10 @@
 python scripts/run_pictures.py [overrides of the demo]
 python scripts/run_pictures.py --runs DIR DIR DIR  # of finished runs of benchmarks.smollm
 
-Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
-folder, reads the screen of its terminal, and writes dashboard.svg and report.png to docs/images.
-With --runs it writes report-runs.png, and report-samples.png of the first run's last seed. Needs
-pyte (pip install pyte) and chromium.
+Run by hand when the dashboard or the report changed. The script runs the demo (some minutes) in a
+temporary folder, reads the screen of its terminal, and writes dashboard.svg and report.png to
+docs/images. With --runs it writes report-runs.png, and report-samples.png of the first run's last
+seed. Needs pyte (pip install pyte) and chromium.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint `root`/step_<step>, a Hugging Face directory with the trainer's state.
 
-    A checkpoint is complete or absent, even after a kill. It includes the random states of torch,
-    its accelerators, numpy and Python. A checkpoint of the same step is replaced. Unfinished
-    checkpoints of killed processes are deleted.
+    A checkpoint is complete or absent, even after a kill. A checkpoint includes the random states
+    of torch, its accelerators, numpy and Python. A checkpoint of the same step is replaced.
+    Unfinished checkpoints of killed processes are deleted.
     `policy`, `tokenizer`: written by their `save_pretrained`. Without a tokenizer the checkpoint
     has no tokenizer files.
     `optimizer`, `scheduler`: their `state_dict()` is written.
@@ -191,9 +191,9 @@ def load_checkpoint(
 
     The random generators are those of torch, its accelerators, numpy and Python. Load the policy by
     `from_pretrained(checkpoint)` before creating its optimizer.
-    Returns the run's TrainerState. Raises ConfigError, and changes nothing, in these cases: the
-    directory is not a checkpoint, a file is truncated, the checkpoint was saved with another
-    optimizer or other parameters, or `scheduler` is given but was not saved.
+    Returns the run's TrainerState. Raises ConfigError, and changes nothing, if the directory is not
+    a checkpoint, has a truncated file or was saved with another optimizer or other parameters. The
+    same holds if `scheduler` is given but was not saved.
     """
     root = Path(checkpoint)
     state = read_trainer_state(root)
@@ -263,7 +263,7 @@ class WeightsVersionCounter:
 
     A run resumed from an older checkpoint must not reuse a version number. Rollouts of the
     discarded steps may still carry that number.
-    `path`: file with the highest version. It need not exist.
+    `path`: file with the highest version. The file need not exist.
     `floor`: highest version known from elsewhere, such as a checkpoint.
     Raises ConfigError if the file does not hold a number.
     """

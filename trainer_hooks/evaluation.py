@@ -1,8 +1,8 @@
 """evaluate: measures the mean reward of the current weights on a set of prompts.
 
-Used by users' training loops, `trainer_hooks.train.task` and `trainer_hooks.train.warm_up`. It
-submits requests to the engines and calls the reward function. It changes no weights and writes no
-files.
+Used by users' training loops, `trainer_hooks.train.task` and `trainer_hooks.train.warm_up`.
+`evaluate` submits requests to the engines and calls the reward function. It changes no weights and
+writes no files.
 """
 
 from __future__ import annotations

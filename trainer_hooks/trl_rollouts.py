@@ -1,7 +1,8 @@
 """TRLRollouts: lets TRL's GRPOTrainer generate with an LLM of this package.
 
-Used by users' TRL scripts, examples/train_trl.py and `benchmarks.trl_step`. It pushes the trainer's
-weights into the LLM, submits requests, resumes the LLM before them and suspends it afterwards.
+Used by users' TRL scripts, examples/train_trl.py and `benchmarks.trl_step`. TRLRollouts pushes the
+trainer's weights into the LLM, submits requests, resumes the LLM before them and suspends it
+afterwards.
 """
 
 from __future__ import annotations

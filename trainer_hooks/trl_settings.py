@@ -219,7 +219,7 @@ def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a GRPOTrainer that TRLRollouts cannot serve.
 
     TRLRollouts refuses settings by the table REFUSED, tools, environments and vision-language
-    models. It logs a warning for fields that no table names and that differ from their default.
+    models. A warning is logged for fields that no table names and that differ from their default.
     """
     args = trainer.args
     for name, refused in REFUSED.items():

@@ -1,8 +1,8 @@
 """diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
 
 Used by `trainer_hooks.doctor.command` and by users. `trainer_hooks.doctor.report` formats a
-Diagnosis. `diagnose` checks facts of the batch, then tests hypotheses about the gap. It changes
-neither batch nor models.
+Diagnosis. `diagnose` checks facts of the batch, then tests hypotheses about the gap. `diagnose`
+changes neither batch nor models.
 
 Shape letters: B rows, T positions, N tokens.
 """
@@ -116,15 +116,15 @@ def diagnose(
     """Recompute the log-probs of `batch` and explain their gap to the batch's own log-probs.
 
     `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode (eval
-    or train) in which the trainer computes log-probs. It is copied and not changed.
-    `sources`: all the rollouts from which `collate_rollouts` made the batch. They give sampling
-    parameters, exact version stamps and prefix hits.
+    or train) in which the trainer computes log-probs. The model is copied and not changed.
+    `sources`: all the rollouts from which `collate_rollouts` made the batch. The rollouts give
+    sampling parameters, exact version stamps and prefix hits.
     `older_models`: models with older weights, by version. Tokens sampled by an older version are
     compared only if its model is given.
     `temperature`: divisor of the trainer's logits.
     `logprobs_mode`: mode of the behaviour log-probs, as in `collate_rollouts`.
     `trainer_logprobs_BT`: log-probs that the trainer itself computed for the batch, with padding,
-    packing and autocast. They are examined like the engine's.
+    packing and autocast. These log-probs are examined like the engine's.
     `prompt_ids`: token ids of each row's prompt as the trainer renders it.
     `end_ids`: ids after which the engine must generate nothing. `min_tokens` forbids these ids and
     the end ids of the model's configs.

@@ -260,10 +260,10 @@ def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Itera
 def unlikely_draws(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
     """Yield a fact if a flatter or sharper distribution explains the drawn tokens much better.
 
-    The test is the ratio of two likelihoods of the draws: by p^k / sum p^k and by p. Its mean under
-    p is 1 in any context, and so is the mean of its average over `_POWERS`. By Markov's inequality
-    the average exceeds 1 / FALSE_ALARM with a probability of at most FALSE_ALARM, for any p and any
-    number of tokens.
+    The test is the ratio of two likelihoods of the draws: by p^k / sum p^k and by p. The ratio's
+    mean under p is 1 in any context, and so is the mean of its average over `_POWERS`. By Markov's
+    inequality the average exceeds 1 / FALSE_ALARM with a probability of at most FALSE_ALARM, for
+    any p and any number of tokens.
     """
     # A normal approximation would be wrong by orders of magnitude for a policy that is nearly sure
     # of each token.

@@ -84,7 +84,7 @@ class Hypothesis:
 class Explanation:
     """How much of a case's gap one hypothesis explains.
 
-    `share`: explained part of the squared gap, at most 1. It is negative if the gap gets larger.
+    `share`: explained part of the squared gap, at most 1. A negative share means a larger gap.
     `residual_rms`: root mean square of the rest of the gap, in nats.
     `is_whole`: True if rounding explains the rest of the gap.
     """

@@ -1,6 +1,6 @@
 """Formats a diagnosis for a terminal.
 
-Used by `trainer_hooks.doctor.command` and by users. It prints nothing itself.
+Used by `trainer_hooks.doctor.command` and by users. The functions print nothing.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ def group_advantages(
 ) -> torch.Tensor:
     """Return rewards relative to their group, float32 [P, G].
 
-    A NaN reward marks a failed rollout. It is left out of the group's mean and deviation, and its
-    advantage is 0. All advantages of a group are 0 if it has no spread (`has_reward_spread`) or
-    fewer than two valid rollouts.
+    A NaN reward marks a failed rollout. The failed rollout is left out of the group's mean and
+    deviation, and its advantage is 0. All advantages of a group are 0 if it has no spread
+    (`has_reward_spread`) or fewer than two valid rollouts.
     `normalize`: "std" divides by the sample standard deviation of the group. "none" only subtracts
     the baseline.
     `baseline`: "mean" of the group, or "leave_one_out", the mean of the other rollouts. The latter
@@ -188,7 +188,7 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the value of the next trained token. After the last one it is the bootstrap value."""
+    """Return the value of the next trained token at each position, else the bootstrap value."""
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
     if bootstrap_values_B is not None:

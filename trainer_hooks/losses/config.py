@@ -206,7 +206,7 @@ class PolicyLossConfig:
         sec. 3.1). None sets no limit.
     correction: weights of tokens that an older policy sampled.
 
-    Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
+    Raises ConfigError for an unknown kind, a value out of range, and combinations that do not
     compute what their names say.
     """
 

@@ -1,8 +1,8 @@
 """Log-probs and entropies of final hidden states, without ever holding all logits.
 
 Used by `trainer_hooks.update.tree_pass`. `trainer_hooks.update.lean_passes` uses
-`gradient_in_place`. All logits of a batch would take more memory than anything else of a trainer,
-so logits are computed in chunks of tokens. The backward pass computes them again and writes to the
+`gradient_in_place`. All logits of a batch take more memory than anything else of a trainer, so
+logits are computed in chunks of tokens. The backward pass computes them again and writes to the
 `grad` of the head's weight.
 
 Shape letters: R hidden states, C hidden states of a chunk, E hidden size, V vocabulary, M pairs of
@@ -46,7 +46,7 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `tokens_M` [M] and entropies in nats [R], float32, with gradients.
 
-    Both belong to softmax(logits / temperature), as in `token_logprobs`.
+    Log-probs and entropies belong to softmax(logits / temperature), as in `token_logprobs`.
     `rows_M`: index of the hidden state that predicts each token, ascending.
     The backward pass adds the gradient of the head's weight to its `grad` in place, so use
     `backward()`, not torch.autograd.grad.
@@ -143,8 +143,8 @@ class _HeadLogprobs(torch.autograd.Function):
 def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return a tensor to which to add the gradient of `weight`, and the gradient for autograd.
 
-    They are `weight.grad`, made if missing, and None. If hooks must see the gradient, or if
-    `weight` is not a leaf, both are one new tensor of zeros.
+    Usually these are `weight.grad`, made if missing, and None. If hooks must see the gradient, or
+    if `weight` is not a leaf, both are one new tensor of zeros.
     """
     # A gradient of its own would take as much memory as the weight until the backward pass ends.
     if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):

@@ -14,7 +14,7 @@ the gradient of the KL. The gradients at tokens that pi itself sampled are
     k1: d log pi, whose mean is 0, so it is no penalty at all (refused by PolicyLossConfig);
     k2: log r d log pi, the gradient of KL(pi || reference), unbiased;
     k3: (1 - 1 / r) d log pi, the gradient of KL(reference || pi), another divergence.
-With `importance_weighted`, the estimate is multiplied by pi / behaviour. That ratio is
+With `importance_weighted`, the estimate is multiplied by pi / behaviour. The ratio is
 differentiated for k1 and k3, and is a constant for k2. The gradients of all three are then
 unbiased, also for tokens of an older policy. In the reward, only k1 has an unbiased gradient.
 "Unbiased" is per position, given the tokens before. Only in the reward does a token also answer for

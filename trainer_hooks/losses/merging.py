@@ -1,6 +1,6 @@
 """merged_metrics: the metrics of a batch, computed from the metrics of its micro-batches.
 
-Used by `trainer_hooks.update.micro_batches`. It has no side effects.
+Used by `trainer_hooks.update.micro_batches`. The function has no side effects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Routing replay: a trainer's forward pass computes each token with the experts of the rollout.
 
-Used by `trainer_hooks.update.micro_batches` and by users' training loops around a pass. It replaces
-the `forward` of the model's routers within a block.
+Used by `trainer_hooks.update.micro_batches` and by users' training loops around a pass.
+replay_routing replaces the `forward` of the model's routers within a block.
 
 Source: R3 (Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and
 inference routers"), arXiv 2510.11370.

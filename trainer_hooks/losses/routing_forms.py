@@ -4,9 +4,9 @@ Used by `rollout_verl.server` (`without_unknown`) and by users' integrations. No
 effects.
 
 This project's forms are `request.routing_indices`, int16 [tokens - 1, L, K], and
-`RolloutBatch.routing_BTLK`, int16 [B, T, L, K], padded on the right. They contain only layers with
-experts, and -1 for a token whose experts are unknown. A form without -1 gets the experts 0 .. K - 1
-for unknown tokens and padding.
+`RolloutBatch.routing_BTLK`, int16 [B, T, L, K], padded on the right. Both forms contain only layers
+with experts, and -1 for a token whose experts are unknown. A form without -1 gets the experts 0 ..
+K - 1 for unknown tokens and padding.
 
 Shape letters: P positions of a request, S positions of verl's padded row, B rows, T positions of a
 RolloutBatch, L layers with experts, A all layers, K experts of a token.

@@ -1,7 +1,8 @@
 """ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
 
 Used by users as the `console` of a MetricsLogger, by `trainer_hooks.train.main` for the warm-up,
-and by `trainer_hooks.train.dashboard` if there is no terminal. It prints to a rich Console.
+and by `trainer_hooks.train.dashboard` if there is no terminal. A ProgressView prints to a rich
+Console.
 """
 
 from __future__ import annotations

@@ -56,10 +56,10 @@ class MetricsView(Protocol):
 class MetricsLogger:
     """Writes each row of metrics to a JSONL file, a wandb run and a view, as far as they are given.
 
-    It also serves as `metrics_writer` of an InferenceConfig. Rows without a step or version, such
-    as the engine's, get the latest ones. Histogram columns also go to wandb as histograms, and
-    warnings as alerts. As a context manager it closes everything at the end, also after an
-    exception.
+    A MetricsLogger also serves as `metrics_writer` of an InferenceConfig. Rows without a step or
+    version, such as the engine's, get the latest ones. Histogram columns also go to wandb as
+    histograms, and warnings as alerts. As a context manager it closes everything at the end, also
+    after an exception.
     An error of the wandb run or the view is logged once. Errors of the JSONL file are raised, since
     a resumed run needs this file.
     `jsonl`: path of the JSONL file.

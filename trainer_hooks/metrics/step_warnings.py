@@ -41,8 +41,8 @@ def run_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 class WarningFilter:
     """Chooses which warnings of successive rows to show.
 
-    A warning is shown at its first step. It is shown again when it occurs at least REPEAT_STEPS
-    training steps later, with the number of steps that had it.
+    A warning is shown at its first step. When it occurs at least REPEAT_STEPS training steps later,
+    it is shown again, with the number of steps that had it.
     """
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class TrainingBatch:
 
     `index`: number of batches that the producer returned before this one.
     `rollouts`: tensors of all rollouts, in the order of `groups`, `group_size` rollouts per group.
-    `version`: weights version at which the batch is to be trained.
+    `version`: weights version at which the trainer trains on the batch.
     `admitted_at_version`: version at which the batch was begun. In ready order, it is the oldest
     version that sampled a token of the batch.
     `metrics`: `rollout_metrics` and counts and times of the batch's groups, for MetricsLogger.

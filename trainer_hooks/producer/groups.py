@@ -160,7 +160,7 @@ class GroupMaker:
     prompt fails without another generation.
     A group's seed is mix_seed(seed, epoch, position in the epoch, attempt), so its tokens do not
     depend on when it is made. A prompt whose group grew too old gets later attempt numbers, because
-    equal seeds would make its new group equally slow.
+    equal seeds make the new group equally slow.
     `last_request_error`: latest error of a failed request, or None.
     `last_failure`: why the latest prompt failed in all its attempts, or None.
     """

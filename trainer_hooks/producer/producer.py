@@ -1,8 +1,8 @@
 """AsyncRolloutProducer: makes batches of rollouts while the trainer trains.
 
 Used by users' asynchronous training loops, `trainer_hooks.train.main` and
-`benchmarks.producer_order`. It submits requests to the engines, calls the reward function and runs
-tasks in the caller's event loop.
+`benchmarks.producer_order`. The producer submits requests to the engines, calls the reward function
+and runs tasks in the caller's event loop.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class AsyncRolloutProducer:
     `order`: "admission" returns batches in the order in which they were begun, and waits for the
     slowest rollout of each. "ready" makes a batch of whichever groups are finished. A group that
     grows too old is then sampled again, with other seeds. After `max_reissues` repetitions a batch
-    waits for the group. This favours short rollouts (see docs/producer.md).
+    waits for the group. The order "ready" favours short rollouts (see docs/producer.md).
     `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
     `rollout_fn`: async function (RolloutLLM, prompt) that returns a Rollout, or the requests of one
     sample, one per turn. An EnvironmentRollouts is an example. None samples one turn.

@@ -22,9 +22,9 @@ class ReadyOrder(GroupPool, BatchOrder):
 
     One batch makes one version, and S is the staleness bound. A group begun at version v has no
     token that is too old for the batches up to version v + S. A group that is too old for the next
-    batch is aborted, or dropped if finished. Its prompt goes back to the ledger as "stale" and is
-    issued again with other seeds. Rollouts that take longer than S versions are therefore sampled
-    again until they are shorter.
+    batch is aborted, or dropped if finished. The group's prompt goes back to the ledger as "stale"
+    and is issued again with other seeds. Rollouts that take longer than S versions are therefore
+    sampled again until they are shorter.
     After `max_reissues` reissues of a prompt, the last batch that its group can join waits for the
     group.
     At most as many groups are open as S + 1 batches need with over-sampling. Fewer are open if most

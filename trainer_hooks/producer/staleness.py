@@ -30,7 +30,7 @@ class EssBound:
 
     Each update adds a step of about equal size to log w, so the variance of log w grows linearly
     with the lag L, as r L. A log-normal w of mean 1 then gives ESS = 1 / E[w^2] = exp(-r L). A
-    batch of mean lag L shows r = -ln(ESS) / L. This counts all of the variance as due to lag. If
+    batch of mean lag L shows r = -ln(ESS) / L. This r counts all of the variance as due to lag. If
     all tokens are as old as a bound S allows, ESS is exp(-r S).
 
     `least_ess`: the bound is lowered at once to the largest S with exp(-r S) >= least_ess. The

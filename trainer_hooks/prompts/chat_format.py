@@ -1,7 +1,7 @@
 """ChatFormat: renders chat messages, or a user's text, into the text that the model continues.
 
 Used by `trainer_hooks.prompts.sources`, `trainer_hooks.prompts.rows`, `trainer_hooks.train.task`
-and `trainer_hooks.train.prompts`. It keeps no state between prompts.
+and `trainer_hooks.train.prompts`. A ChatFormat keeps no state between prompts.
 """
 
 from __future__ import annotations

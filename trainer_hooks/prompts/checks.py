@@ -2,7 +2,7 @@
 
 Used by `trainer_hooks.train.task`, `trainer_hooks.train.prompts`, `trainer_hooks.train.settings`
 and `trainer_hooks.prompts.sources`. `check_rows` reads every row once before the job begins.
-CheckedWhenRead checks each row when it is read. Both log bad rows.
+CheckedWhenRead checks each row when it is read. Bad rows are logged.
 """
 
 from __future__ import annotations

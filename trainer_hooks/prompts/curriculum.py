@@ -1,7 +1,7 @@
 """Curriculum: draws the prompts of an epoch by weights computed from their histories.
 
 Used by `trainer_hooks.prompts.ledger`. Users' training loops and `trainer_hooks.train.task` pass a
-Curriculum to `trainer_hooks.producer.producer`. It changes no history.
+Curriculum to `trainer_hooks.producer.producer`. A Curriculum changes no history.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ TRAINED, FILTERED, FAILED, GIVEN_BACK = "trained", "filtered", "failed", "given_
 class PromptHistory:
     """Counts of the outcomes of a prompt, and its rewards.
 
-    Each time a prompt is issued, it ends as trained, filtered, failed, or given back to be issued
-    again.
+    Each issue of the prompt ends as trained, filtered, failed or given back.
     `num_scored`: number of the prompt's groups with a mean reward.
     `mean_reward`: mean of these groups' mean rewards, or None.
     `last_reward`: mean reward of the latest of these groups, or None.

@@ -2,7 +2,7 @@
 
 Used by `trainer_hooks.producer`, `trainer_hooks.evaluation`, `trainer_hooks.train.warm_up` and
 users' training loops. PromptItem is the type of a prompt in all of `trainer_hooks`. The ledger is
-the only writer of the position in the prompts and of their histories. It writes no file.
+the only writer of the position in the prompts and of their histories. The ledger writes no file.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PromptLedger:
     Each prompt is consumed once per epoch, unless a curriculum draws with replacement. A ticket is
     out from `issue` until it is consumed or given back. Tickets that were given back are issued
     again before new ones.
-    `source`: rows as `as_prompt_item` accepts them. It is a list, a dataset with `len` and
+    `source`: rows as `as_prompt_item` accepts them. The source is a list, a dataset with `len` and
     `[index]`, or an iterable that can be iterated again. A dataset's rows are read when they are
     issued. An iterable is read at once, at most MAX_ITERATED_ROWS rows.
     `shuffle`: False issues the rows in the order of the source.
@@ -159,7 +159,7 @@ class PromptLedger:
     def issue(self) -> PromptTicket | None:
         """Return the earliest ticket given back, or else a new one, or None if no prompt is left.
 
-        A curriculum draws new tickets by the histories up to the last prompt consumed as "trained".
+        A curriculum uses the histories as of the last prompt consumed as "trained".
         """
         if self._has_trained:
             self._publish_histories()
@@ -264,7 +264,7 @@ class PromptLedger:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Its unfinished prompts are issued first, in their old order.
+        """Continue from `state`. Unfinished prompts are issued first, in their old order.
 
         Raises ConfigError if prompts are out, and for a state with other prompts, another seed,
         order or curriculum.

@@ -1,6 +1,6 @@
 """as_item: makes a PromptItem from a row of a file or dataset, through a chat template.
 
-Used by `trainer_hooks.prompts.sources`. It keeps no state.
+Used by `trainer_hooks.prompts.sources`. `as_item` keeps no state.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class ParquetPrompts(_LazyPrompts):
 class DatasetPrompts(_LazyPrompts):
     """Rows of a `datasets.Dataset`, or of a dataset that `save_to_disk` wrote to a directory.
 
-    `split`: name of the split of a DatasetDict. It is required even if there is only one split.
+    `split`: name of the split of a DatasetDict. A name is required even if there is only one split.
     `chat_template`: as for JsonlPrompts.
     Prompts and `ground_truth` are as in ParquetPrompts. An IterableDataset is read into memory at
     once, so that its rows can be shuffled and a run can be resumed.

@@ -164,11 +164,11 @@ class ConversationalReward:
 class VerlReward:
     """A reward function made from verl's `compute_score`.
 
-    It calls `compute_score(data_source, solution_str, ground_truth, extra_info)`, which returns a
-    number, or a mapping with "score". The columns are named as in verl: data_source, extra_info,
-    and ground_truth, or reward_model with "ground_truth" in it. Each call gets one sample. The
-    sample's score is None if the call returns None, raises or returns no number. Errors are logged.
-    If all samples fail with an error, the first error is raised.
+    A VerlReward calls `compute_score(data_source, solution_str, ground_truth, extra_info)`, which
+    returns a number, or a mapping with "score". The columns are named as in verl: data_source,
+    extra_info, and ground_truth, or reward_model with "ground_truth" in it. Each call gets one
+    sample. The sample's score is None if the call returns None, raises or returns no number. Errors
+    are logged. If all samples fail with an error, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:

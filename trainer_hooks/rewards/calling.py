@@ -2,7 +2,8 @@
 
 Used by the modules `adapters`, `process`, `processes` and `runner` of `trainer_hooks.rewards`.
 `trainer_hooks.producer.producer`, `trainer_hooks.evaluation` and
-`trainer_hooks.environments.agent_rollouts` use the type RewardFunction. It keeps no state.
+`trainer_hooks.environments.agent_rollouts` use the type RewardFunction. The functions keep no
+state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The program of a child process that computes rewards.
 
-`trainer_hooks.rewards.processes` starts it as python -m trainer_hooks.rewards.process. It reads
-calls from a pipe and writes results to the pipe.
+`trainer_hooks.rewards.processes` starts it as python -m trainer_hooks.rewards.process. The program
+reads calls from a pipe and writes results to the pipe.
 """
 
 from __future__ import annotations

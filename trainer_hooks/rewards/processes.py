@@ -1,7 +1,8 @@
 """RewardProcesses: processes that compute rewards, replaced when they die or take too long.
 
 Used by `trainer_hooks.rewards.runner`. `trainer_hooks.rewards.reward_model` and
-`trainer_hooks.train.main` use `in_thread`. It starts and kills child processes, and starts threads.
+`trainer_hooks.train.main` use `in_thread`. RewardProcesses starts and kills child processes. Calls
+run in threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ready-made reward functions: length, format, and the verifiers of reasoning-gym.
 
 Used by users' training loops, by examples/train_trl.py, and by the configs of conf/reward, which
-name them by path. They keep no state and write nothing.
+name them by path. The functions keep no state and write nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BatchedReward and RewardModel: reward functions that score several groups in one batch.
 
-Used by users' training loops and job configs, as the function of a RewardRunner. Both score their
-batches in a thread.
+Used by users' training loops and job configs, as the function of a RewardRunner. Batches are scored
+in a thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RewardRunner: calls a reward function without blocking the event loop.
 
 Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.producer` and
-`trainer_hooks.evaluation`. `trainer_hooks.rewards.scoring` calls its `score_or_raise`. It starts
-threads or, with `workers`, processes, and logs errors.
+`trainer_hooks.evaluation`. `trainer_hooks.rewards.scoring` calls its `score_or_raise`. A
+RewardRunner starts threads or, with `workers`, processes, and logs errors.
 """
 
 from __future__ import annotations

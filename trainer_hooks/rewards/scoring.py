@@ -90,7 +90,8 @@ def _total(rollout: Rollout, score: float | None) -> float:
 def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
     """Return the completion of all turns, with tool output, as text or token ids.
 
-    It is text if there is a tokenizer, or if the rollout is one request that has its text.
+    The completion is text if there is a tokenizer, or if the rollout is one request that has its
+    text.
     """
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text

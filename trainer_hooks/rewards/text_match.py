@@ -59,8 +59,8 @@ class NumberReward:
     to end. Numbers may have a sign, commas between thousands, decimals and an exponent. For
     example, 1,700 equals 1.7e3.
 
-    The partial credit spreads the rewards of a group whose answers are all wrong. Without it a
-    small model that is rarely right would have nothing to learn from.
+    The partial credit spreads the rewards of a group whose answers are all wrong. Without partial
+    credit, a small model that is rarely right has nothing to learn from.
 
     partial_credit: upper bound of a wrong answer's reward, in [0, 1). With 0 only right answers are
         rewarded.

@@ -1,7 +1,7 @@
 """BFloat16AdamW: AdamW with its two moments in bfloat16, which halves the memory of its state.
 
 Used by `trainer_hooks.train.learner` for `trainer.optimizer_state_dtype=bfloat16`, and by users'
-training loops. It writes the parameters.
+training loops. The optimizer writes the parameters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW without weight decay on float32 parameters, with moments in bfloat16.
 
     A step computes in float32 by torch's fused AdamW and then rounds the moments stochastically, so
-    they have no bias and errors of a few percent. Rounding to nearest would be unsound. With
-    beta2=0.999 a step changes the second moment by less than half of bfloat16's last bit, so the
-    moment would never move.
+    they have no bias and errors of a few percent. Rounding to nearest is unsound. With beta2=0.999
+    a step changes the second moment by less than half of bfloat16's last bit, so the moment never
+    moves.
     The random bits depend only on the step's number, so a resumed run repeats the same steps.
     Source of the rounding: Gupta et al. 2015, arXiv 1502.02551, section 3.
     Raises ConfigError if a parameter is not float32.

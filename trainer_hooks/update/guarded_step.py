@@ -45,8 +45,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 class GuardedStep:
     """Clips gradients and steps an optimizer, or skips the step if a gradient is not finite.
 
-    A skipped step is logged. It changes neither the parameters nor the optimizer's state, on any of
-    the `ranks`.
+    A skipped step is logged. A skipped step changes neither the parameters nor the optimizer's
+    state, on any of the `ranks`.
     `max_skipped`: number of successive skipped steps at which `step` raises.
     `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`.
     None writes no files.

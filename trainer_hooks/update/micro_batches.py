@@ -72,16 +72,16 @@ class UpdateSettings:
     `num_iterations`: number of passes over the batch.
     `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout. Each
     step takes a random part of the rollouts (`RolloutBatch.split_rollouts`).
-    `max_tokens`: limit on the tokens of a forward pass, with padding. None sets no limit, so rows
-    that are computed whole take one forward pass per optimizer step.
+    `max_tokens`: limit on the tokens of a forward pass, with padding. None sets no limit. Whole
+    rows then take one forward pass per optimizer step.
     `is_packed`: True concatenates the rollouts of a forward pass to a single row without padding.
     The model must separate the rollouts by their position ids. Another model is refused at its
     first packed pass.
     `share_prefixes`: True computes the common beginning of rows once, such as a group's prompt or a
-    system prompt. It computes only the logits of trained tokens. `max_tokens` then limits the
+    system prompt. Only the logits of trained tokens are computed. `max_tokens` then limits the
     tokens that are computed. Gradients equal those of whole rows up to rounding. Whole rows, packed
-    or padded, are still computed for models whose gradients would differ (`tree_fault`), for
-    routing replay, and for rows beyond a model's sliding window.
+    or padded, are still computed for models whose gradients differ (`tree_fault`), for routing
+    replay, and for rows beyond a model's sliding window.
     `temperature`: divisor of the logits, as in the rollouts' sampling.
     `max_grad_norm`: norm to which larger gradients are scaled down.
     `max_skipped_steps`: number of successive skipped steps at which GuardedStep raises.
@@ -115,9 +115,9 @@ def split_micro_batches(
     """Return the row indices of each micro-batch.
 
     `lengths_B`: number of tokens of each row. Rows without a token are left out.
-    `max_tokens`: limit on the tokens of a micro-batch. A micro-batch has the sum of its lengths if
-    `is_packed`, else the number of its rows times its longest row. None puts all rows into one
-    micro-batch.
+    `max_tokens`: limit on the tokens of a micro-batch. None puts all rows into one micro-batch. A
+    packed micro-batch has the sum of its rows' lengths. A padded one has its number of rows times
+    its longest row.
     Rows are placed longest first, each into the fullest micro-batch that has room for it (best
     fit). Raises ConfigError for a row longer than `max_tokens`.
     """
@@ -247,7 +247,7 @@ def _passes(
     ranks: TrainerRanks,
     way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """Yield for each pass of this rank its row indices, its batch, and if its result counts."""
+    """Yield each pass of this rank: its row indices, its batch, and whether its result counts."""
     for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
             yield rows, batch.select(rows), True
@@ -351,7 +351,7 @@ def compute_logprobs(
     `policy`: the reference, or the policy before an update (for proximal log-probs).
     All `ranks` call this with the same batch. Each computes a part and gets the log-probs of all
     rows.
-    Raises ConfigError for a policy that would mix packed rollouts, for a row longer than
+    Raises ConfigError for a policy that mixes packed rollouts, for a row longer than
     `settings.max_tokens`, and for replay without recorded routing.
     """
     way = _way_of(policy, batch, settings)

@@ -1,6 +1,7 @@
 """Checks that a model keeps rollouts apart that are packed into one row.
 
-Used by `trainer_hooks.update.micro_batches` before it computes packed rows. It runs the model.
+Used by `trainer_hooks.update.micro_batches` before it computes packed rows. The check runs the
+model.
 
 Shape letters: N tokens of one row, V vocabulary.
 """

@@ -1,8 +1,8 @@
 """Settings of an update: the reference policy, and the limit on skipped steps.
 
 Used by `trainer_hooks.update.reference`, `trainer_hooks.update.guarded_step`,
-`trainer_hooks.update.micro_batches` and `trainer_hooks.train.job`. It imports no torch, so that
-mistakes in a job's config are reported at once.
+`trainer_hooks.update.micro_batches` and `trainer_hooks.train.job`. The module imports no torch, so
+that mistakes in a job's config are reported at once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Used by `trainer_hooks.update.micro_batches`, which divides a batch into trees, and by
 `trainer_hooks.update.tree_pass`, which computes the trees. The rollouts of a group share their
 prompt, and groups share a system prompt. In a forward pass over a tree, each token attends only to
-its ancestors. This gives a causal model the same hidden states as passes over all rows.
+its ancestors. Such a pass gives a causal model the same hidden states as passes over all rows.
 
 Shape letters: B rows, T positions, N nodes of a tree.
 """

@@ -27,9 +27,9 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both are 0 elsewhere. Take their gradients by `backward()`, which may add the gradients of
-    embeddings and head in place. `mask_BT` must be False in column 0, because no token predicts it.
-    Padding, and tokens from a row's last trained token on, are not computed.
+    Log-probs and entropies are 0 elsewhere. Take their gradients by `backward()`, which may add the
+    gradients of embeddings and head in place. `mask_BT` must be False in column 0, because no token
+    predicts it. Padding, and tokens from a row's last trained token on, are not computed.
     """
     device = tokens_BT.device
     tree = TokenTree.of(rows_before_last(tokens_BT, mask_BT))

@@ -1,7 +1,7 @@
 """FileWeightTransfer: sends a trainer's weights to a server through files and HTTP calls.
 
-Users pass it to TRL's asynchronous trainers as their `weight_transfer`. It writes directories of
-safetensors, which the server reads, and removes them.
+Users pass it to TRL's asynchronous trainers as their `weight_transfer`. A FileWeightTransfer writes
+directories of safetensors, which the server reads, and removes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the weights of any trainer as a stream of Hugging Face names and whole tensors.
 
 Used by `trainer_hooks.weight_sync.weight_sync` for pushes, by `trainer_hooks.weight_sync.fsdp2` for
-checkpoints, and by users' exports. It changes no weight.
+checkpoints, and by users' exports. Reading changes no weight.
 
 If each rank of a trainer holds a part of the weights, all ranks read the stream together. Each
 tensor is gathered by a collective, in the same order on all ranks. A rank needs memory for one
@@ -34,8 +34,8 @@ def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
 
     `source`: a module, a mapping, an adapter (see `weights_of`), or an iterator of names and
     tensors, such as a Megatron bridge's export. A module may be plain or wrapped by DDP, FSDP2,
-    FSDP1, DeepSpeed (also ZeRO-3) or torch.compile. It gives its persistent buffers too, and each
-    tied weight once.
+    FSDP1, DeepSpeed (also ZeRO-3) or torch.compile. A module gives its persistent buffers too, and
+    each tied weight once.
 
     If each rank holds a part, reading is a collective: all ranks read to the end, from sources of
     one kind. A rank without an engine calls `join_push(policy)` while another rank pushes. Gathered

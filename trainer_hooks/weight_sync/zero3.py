@@ -1,6 +1,6 @@
 """Reads weights that DeepSpeed has partitioned (ZeRO stage 3), one parameter at a time.
 
-Used by `trainer_hooks.weight_sync.sources`. It changes no weight.
+Used by `trainer_hooks.weight_sync.sources`. Reading changes no weight.
 """
 
 from __future__ import annotations
