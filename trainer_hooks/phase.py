@@ -259,8 +259,8 @@ def generation_phase(
     the engine is paused or suspended. Entry then resumes and unpauses the engine. Exit pauses and
     suspends it, also after an exception in the block or a refused push. Unfinished requests stay in
     the engine and continue in the next phase with the new weights.
-    `weight_sync`, `named_parameters`: pusher of the weights, and the weights to push. A phase without
-    new weights has neither.
+    `weight_sync`, `named_parameters`: pusher of the weights, and the weights to push. Without new
+    weights both are None.
     `version`: version of the pushed weights. None means the engine's next version.
     `mode`: KVCacheManagementMode of the suspend. None means the mode of the engine's config.
     `release`: resources that the suspend releases, "kv_cache" and "weights". Entry restores

@@ -31,7 +31,7 @@ class Rollout:
     added to that function's result. NaN marks a failed rollout.
     `reward_terms`: named parts of the reward, for metrics.
     `state`: JSON-able notes for people, written to completions.jsonl.
-    `columns`: columns for the reward function, which override the prompt's columns of the same name.
+    `columns`: columns for the reward function. They override prompt columns of the same name.
     `failure`: kind of fault that ended the rollout, such as "step_timeout". The rollout then counts
     as failed and may have no turns.
     `is_truncated`: True if a limit ended the rollout between two turns.
