@@ -2,7 +2,8 @@
 
 python examples/async_minimal.py [--in-process] [--suspend]
 
---suspend suspends the engine while the trainer works. `benchmarks.staleness_bound` uses `reward`.
+--in-process runs the engine in this process. --suspend suspends the engine while the trainer works.
+`benchmarks.staleness_bound` uses `reward` and `ENGINE`.
 """
 
 import asyncio

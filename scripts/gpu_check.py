@@ -63,7 +63,9 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts that repeat the tests in the file `tests`, and NVIDIA's tools."""
+    """Return the parts that repeat the tests in the file `tests`, measure and run NVIDIA's
+    tools.
+    """
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
         pytest_part(

@@ -1,8 +1,8 @@
 """Checkpoints of a training run, and a counter that never uses a weights version twice.
 
 Used by users' training loops and by `main`, `learner` and `summary` of `trainer_hooks.train`.
-`trainer_hooks.doctor.command` reads checkpoints. `trainer_hooks.weight_sync.fsdp2` imports the
-optimizer's Protocol.
+`trainer_hooks.doctor.command` reads checkpoints. `trainer_hooks.weight_sync.fsdp2` returns a
+SavesPretrained.
 Saving writes and deletes directories named step_<step>. Loading sets the random states of torch,
 numpy and Python. The counter writes the highest version to a file.
 """

@@ -1,7 +1,7 @@
 """collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
-Used by users' training loops, AsyncRolloutProducer and `trainer_hooks.doctor`. RolloutBatch is read
-by `trainer_hooks.update`, `trainer_hooks.metrics.measure`, `trainer_hooks.producer.batches`,
+Used by users' training loops and `trainer_hooks.producer.producer`. RolloutBatch is read by
+`trainer_hooks.update`, `trainer_hooks.metrics.measure`, `trainer_hooks.producer.batches`,
 `trainer_hooks.train.samples` and `trainer_hooks.doctor`. Arguments are not changed.
 
 Shape letters: R rollouts, B rows, T positions of prompt and completion (padded on the right), L

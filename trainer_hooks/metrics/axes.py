@@ -1,7 +1,7 @@
 """The two step axes of a run, and the axis over which each metric is drawn.
 
 Used by the modules `console`, `jsonl`, `logger` and `wandb_run` of `trainer_hooks.metrics`, and by
-the dashboard, samples and report modules of `trainer_hooks.train`.
+the modules of `trainer_hooks.train` that write, read or draw metrics.
 """
 
 TRAINER_STEP = "trainer/step"  # number of training steps done

@@ -1,8 +1,8 @@
 """JsonlWriter: writes metrics as one JSON object per line, readable while the run continues.
 
-Used by `trainer_hooks.metrics.logger` and `trainer_hooks.train.samples`.
-`trainer_hooks.train.main`, `trainer_hooks.train.run_results`, `trainer_hooks.train.report_samples`
-and users read the files.
+Used by `trainer_hooks.metrics.logger` and by `main`, `run_files` and `samples` of
+`trainer_hooks.train`. `trainer_hooks.train.main`, `trainer_hooks.train.run_results`,
+`trainer_hooks.train.report_samples` and users read the files.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ class OpenBatch(GroupPool):
                 return
 
     def cancel_older_than(self, version: int) -> None:
-        """Replace running groups begun before `version` and finished groups sampled before it."""
+        """Replace running groups begun before `version`, and finished groups with an older
+        token.
+        """
         self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
         self.fill()

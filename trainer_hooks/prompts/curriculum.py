@@ -28,7 +28,7 @@ class Curriculum:
     """Draws each next prompt with a probability proportional to its weight.
 
     `weight`: function of a row's index and history that returns 0 or more, without side effects. A
-    row of weight 0 is drawn only if no other row can be drawn.
+    row of weight 0 is drawn only if all rows that can be drawn have weight 0.
     `with_replacement`: False draws each row once per epoch, and weights decide which rows come
     early. True draws among all rows, as many times per epoch as there are rows, and weights decide
     how often a row comes.

@@ -84,9 +84,10 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one WeightedReward or None per completion, as an awaitable if a function is async.
+        """Return one WeightedReward or None per completion, possibly as an awaitable.
 
-        Raises ConfigError unless each function returns one number per completion.
+        The result is an awaitable if a function returns an awaitable. Raises ConfigError unless
+        each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
         # Async functions last: an error of another function then leaves no coroutine behind.

@@ -79,7 +79,7 @@ class GuardedStep:
         """Clip the gradients of each model, then make or skip the optimizer step.
 
         Returns the gradient norm of the first model before clipping, and whether the step was made.
-        A skipped step clears the gradients and writes `batch` to a file.
+        A skipped step clears the gradients and, with a `directory`, writes `batch` to a file.
         Raises NonFiniteGradientError when `max_skipped` successive steps were skipped.
         """
         norms = [clip_gradients(model, self._max_grad_norm) for model in models]
