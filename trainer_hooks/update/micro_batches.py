@@ -374,7 +374,8 @@ def accumulate_gradients(
 ) -> dict[str, float]:
     """Add the gradient of the loss on `batch` to the policy's gradients, in micro-batches.
 
-    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T].
+    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T]. The advantages
+    may be [B, 1].
     Returns the metrics of `policy_loss` for the whole batch.
     All `ranks` call this with the same batch, and each computes a part of it. Each rank scales its
     loss by the number of ranks. The mean over ranks, which FSDP and DDP take, is then the gradient
