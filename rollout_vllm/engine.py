@@ -128,7 +128,11 @@ def _engine_over(
         shares_prefixes=config.enable_prefix_caching,
     )
     executor = VllmExecutor(
-        core, directory, weights_version, reject_non_finite=config.reject_non_finite_weights
+        core,
+        directory,
+        weights_version,
+        reject_non_finite=config.reject_non_finite_weights,
+        keeps_base=bool(config.engine_options.get("enable_lora")),
     )
     counters = EngineCounters(writer=config.metrics_writer, interval=config.logging_step_interval)
     guard = CallGuard()

@@ -56,6 +56,8 @@ OWN_ARGUMENTS = {
     "disable_log_stats": "statistics are kept by this engine",
     "data_parallel_size": "several engines are a fleet: data_parallel_size of AsyncLLM",
     "kv_transfer_config": "KV of other engines has no version",
+    "max_loras": "one adapter at a time is merged into the weights",
+    "max_lora_rank": "an adapter of any rank is merged into the weights",
 }
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
@@ -68,6 +70,7 @@ def engine_arguments(config: InferenceConfig) -> dict[str, Any]:
     """
     _check_fields(config)
     options = dict(config.engine_options)
+    options.pop("enable_lora", None)  # the executor merges adapters
     for name, reason in OWN_ARGUMENTS.items():
         if name in options:
             raise ConfigError(f"engine_options[{name!r}] cannot be set: {reason}; leave it out")

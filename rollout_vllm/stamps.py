@@ -65,6 +65,15 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
             self._scheduled.append((request_id, end - count, end))
         return output
 
+    def update_from_output(self, plan: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Take a step's result as vLLM does, and drop the versions of rejected draft tokens."""
+        outputs = super().update_from_output(plan, *args, **kwargs)
+        for request_id in plan.scheduled_spec_decode_tokens:
+            request, spans = self.requests.get(request_id), self.spans.get(request_id)
+            if request is not None and spans is not None:
+                spans.truncate(min(len(spans), request.num_computed_tokens))
+        return outputs
+
     def take_scheduled(self) -> list[tuple[str, int, int]]:
         """Return (id, first position, end) of each request in the steps that were scheduled since
         the last call."""
@@ -77,8 +86,6 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         if spans is None:
             spans = self.spans[request_id] = _spans_of(self._found(tables, start))
             self.num_cached[request_id] = start
-        elif len(spans) > start:
-            spans.truncate(start)  # draft tokens that were rejected are computed again
         spans.append(end - start, self.version)
         if self.isolates and spans.min() < self.version:
             self._hide_new_blocks(tables, start, end)

@@ -135,7 +135,7 @@ class VllmSuspension:
             released=tuple(self._released),
             to_restore=tuple(self._released),
             has_weights=self._executor.has_values,
-            lora_base_bytes=0,
+            lora_base_bytes=self._executor.num_base_bytes,
             routing_bytes=0,
         )
 

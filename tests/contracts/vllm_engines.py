@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rollout import InferenceConfig
+from rollout import InferenceConfig, LoraAdapter
 from rollout.engine.engine import Engine
 from rollout.models.plain_tensors import named_weights
+from tests.lora_adapters import merged, random_adapter
 from tests.tiny_models import MAX_LENGTH, tiny_model
 
 HAS_VLLM = find_spec("vllm") is not None
@@ -47,6 +49,23 @@ def directory_of(family: str = "qwen3") -> Path:
 def vllm_weights(seed: int, family: str = "qwen3") -> dict[str, Tensor]:
     weights = named_weights(vllm_model(family, seed))
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def vllm_adapter(seed: int) -> LoraAdapter:
+    """A random adapter of all linear layers of the model."""
+    return random_adapter(vllm_weights(0), seed=seed)
+
+
+@cache
+def adapted_model(seed: int, adapter_seed: int | None, family: str = "qwen3") -> Any:
+    """The model of `seed`, with the adapter of `adapter_seed` merged in."""
+    if adapter_seed is None:
+        return vllm_model(family, seed)
+    model = deepcopy(vllm_model(family, seed))
+    model.load_state_dict(
+        merged(vllm_weights(seed, family), vllm_adapter(adapter_seed)), strict=False
+    )
+    return model
 
 
 def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: Any) -> Engine:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -16,7 +17,13 @@ from rollout import EngineState, SamplingParams
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.requests.record import DynamicInferenceRequestRecord
-from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_model, vllm_weights
+from tests.contracts.vllm_engines import (
+    HAS_VLLM,
+    adapted_model,
+    vllm_adapter,
+    vllm_engine,
+    vllm_weights,
+)
 from tests.rollout_vllm.replay import Replay
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, VOCAB_SIZE
@@ -35,6 +42,7 @@ SMALL: dict[str, Any] = {
     "num_blocks": 10,
     "max_sequence_length": 256,
 }
+NUM_ADAPTERS = 2
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefixes": {"enable_prefix_caching": True},
@@ -48,8 +56,9 @@ class Schedules:
 
     def __init__(self, engine: Engine, chance: random.Random, max_age: int | None) -> None:
         self.engine, self.chance, self.max_age = engine, chance, max_age
-        self.models = {engine.weights_version: 0}
-        self.replay = Replay(lambda version: vllm_model("qwen3", self.models[version]))
+        # Seeds of model and adapter, by version.
+        self.models: dict[int, tuple[int, int | None]] = {engine.weights_version: (0, None)}
+        self.replay = Replay(lambda version: adapted_model(*self.models[version]))
         self.tally: Counter[str] = Counter()
         self.away: list[bytes] = []
         self.returned: list[int] = []
@@ -114,11 +123,20 @@ class Schedules:
         self.engine.resume()
 
     def update(self) -> None:
-        model, version = self.chance.randrange(NUM_MODELS), self.engine.weights_version + 1
+        model = self.chance.randrange(NUM_MODELS)
+        self.push(vllm_weights(model), (model, None), "updates")
+
+    def adapt(self) -> None:
+        base, _ = self.models[self.engine.weights_version]
+        adapter = self.chance.randrange(NUM_ADAPTERS)
+        self.push(vllm_adapter(adapter), (base, adapter), "adapters")
+
+    def push(self, update: Any, model: tuple[int, int | None], kind: str) -> None:
+        version = self.engine.weights_version + 1
         in_flight = self.engine.state is EngineState.RUNNING
-        self.engine.update_weights(vllm_weights(model), version, in_flight=in_flight)
+        self.engine.update_weights(update, version, in_flight=in_flight)
         self.models[version] = model
-        self.tally["updates in flight" if in_flight else "updates"] += 1
+        self.tally[f"{kind} in flight" if in_flight else kind] += 1
 
     def bad_update(self) -> None:
         weights, before = vllm_weights(1), self.engine.weights_checksum()
@@ -131,6 +149,19 @@ class Schedules:
             self.engine.update_weights(weights, in_flight=True)
         assert self.engine.weights_checksum() == before
         self.tally["refused updates"] += 1
+
+    def bad_adapter(self) -> None:
+        adapter, before = vllm_adapter(0), self.engine.weights_checksum()
+        name = self.chance.choice(sorted(adapter.tensors))
+        tensors = dict(adapter.tensors)
+        if self.chance.random() < 0.5:
+            del tensors[name]
+        else:
+            tensors[name] = tensors[name] * float("nan")
+        with pytest.raises(WeightUpdateError, match=name.rpartition(".lora_")[0]):
+            self.engine.update_weights(replace(adapter, tensors=tensors), in_flight=True)
+        assert self.engine.weights_checksum() == before
+        self.tally["refused adapters"] += 1
 
     def pause(self) -> None:
         self.to_paused()
@@ -185,6 +216,7 @@ class Schedules:
 OPERATIONS = (
     *[Schedules.add, Schedules.steps] * 3,
     *(Schedules.abort, Schedules.suspend, Schedules.update, Schedules.update),
+    *(Schedules.adapt, Schedules.adapt, Schedules.bad_adapter),
     *(Schedules.bad_update, Schedules.pause, Schedules.unpause, Schedules.unpause),
     *(Schedules.move_away, Schedules.come_back),
 )
@@ -194,7 +226,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_token_is_what_its_record_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = dict(ENGINES[name])
-    engine = vllm_engine(**config)
+    engine = vllm_engine(**config, engine_options={"enable_lora": True})
     chance = random.Random(run_seed())
     schedules = Schedules(engine, chance, config.get("max_kv_staleness_versions"))
     try:
