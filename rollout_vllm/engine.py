@@ -187,9 +187,11 @@ def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
 
 
 class VllmInputProcessor(InputProcessor):
-    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's."""
+    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's.
+    `must_be_greedy`: whether it can only run requests with temperature 0."""
 
     logprobs_mode: str
+    must_be_greedy: bool
 
     def process_groups(
         self, groups: Any, *arguments: Any, **named: Any
@@ -200,13 +202,13 @@ class VllmInputProcessor(InputProcessor):
 
     def _check(self, group: Group) -> None:
         for params in group[1]:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
 
     def process_record(
         self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
     ) -> ProcessedRequest:
         if (params := record[0].sampling_params) is not None:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
         return super().process_record(record, *arguments, **named)
 
 
@@ -236,6 +238,8 @@ def _input_processor(
         seed=config.seed,
     )
     inputs.logprobs_mode = model.logprobs_mode
+    drafts = vllm_config.speculative_config is not None
+    inputs.must_be_greedy = drafts and vllm_config.device_config.device_type == "cpu"
     return inputs
 
 

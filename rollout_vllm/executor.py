@@ -35,6 +35,7 @@ from rollout.weights.update import (
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
 from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
+from rollout_vllm.ranks import require_workers
 from rollout_vllm.stamps import StampingScheduler
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
@@ -327,7 +328,7 @@ class VllmExecutor:
         return {}
 
     def check_ranks(self) -> None:
-        self._core.model_executor.check_health()
+        require_workers(self._core.model_executor)
 
     def close(self) -> None:
         if not self._is_closed:

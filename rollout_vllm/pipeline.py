@@ -22,6 +22,7 @@ from rollout.errors import RolloutError
 from rollout.scheduling.output import FinishedRequest, PrefilledPrompt, ScoredPrompt, StepUpdate
 from rollout.scheduling.stopping import check_stop
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
+from rollout_vllm.ranks import require_workers
 from rollout_vllm.scheduler import VllmRequest, VllmScheduler
 
 
@@ -118,7 +119,11 @@ class VllmPipeline:
 
     def _step(self, weights_version: int) -> None:
         start = time.perf_counter()
-        outputs, has_run = self._core.step_fn()
+        try:
+            outputs, has_run = self._core.step_fn()
+        except Exception:
+            require_workers(self._core.model_executor)  # a dead worker is the clearer error
+            raise
         self._core.post_step(has_run)
         self._commit(outputs or {}, weights_version, start)
 

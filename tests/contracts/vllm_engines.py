@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 from rollout import InferenceConfig, LoraAdapter
@@ -83,3 +87,29 @@ def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: A
     }
     whole = InferenceConfig(engine="vllm", engine_options=options, **(fields | config))
     return make_engine(directory_of(family), whole)
+
+
+def allow_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM schedule asynchronously on a CPU, which it switches off there.
+
+    A step runs when it is launched, and its result is read after the launch of the next one.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        is_async = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_async
+
+    def none(*_: Any, **__: Any) -> None: ...
+
+    def stream_or_event(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(record=none, synchronize=none, wait_stream=none)
+
+    checked = classmethod(check_and_update_config)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", checked)
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, stream_or_event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)

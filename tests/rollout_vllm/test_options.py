@@ -165,6 +165,13 @@ def test_logprobs_mode_is_refused_unless_vllm_reports_the_same_numbers(
             check_params(params, engine_mode)
 
 
+def test_sampled_requests_are_refused_with_speculative_config_on_a_cpu() -> None:
+    """vLLM 0.32 divides the logits of drafts by temperatures that its CPU build never writes."""
+    check_params(SamplingParams(temperature=0.0), LOGPROBS_MODES[0], must_be_greedy=True)
+    with pytest.raises(InvalidRequestError, match=r"temperature=0\.7.*speculative_config"):
+        check_params(SamplingParams(temperature=0.7), LOGPROBS_MODES[0], must_be_greedy=True)
+
+
 def test_sampling_arguments_leave_the_end_of_a_request_to_the_stop_rule() -> None:
     params = SamplingParams(num_tokens_to_generate=9, termination_id=7)
     arguments = sampling_arguments(params, 9, RULE, wants_prompt_logprobs=False)

@@ -20,6 +20,7 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from tests.contracts.vllm_engines import (
     HAS_VLLM,
     adapted_model,
+    allow_async_scheduling,
     vllm_adapter,
     vllm_engine,
     vllm_weights,
@@ -43,11 +44,29 @@ SMALL: dict[str, Any] = {
     "max_sequence_length": 256,
 }
 NUM_ADAPTERS = 2
+# The drafts of a request are tokens that followed its last token before.
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "prefixes": {"enable_prefix_caching": True},
     "small pool": SMALL,
     "bound": {**SMALL, "max_kv_staleness_versions": 1},
+    "drafts": {
+        **SMALL,
+        "max_kv_staleness_versions": 1,
+        "engine_options": {"speculative_config": DRAFTS},
+    },
+    "async": {
+        **SMALL,
+        "max_kv_staleness_versions": 1,
+        "engine_options": {"async_scheduling": True},
+    },
+    "two ranks": {**SMALL, "tensor_parallel_size": 2},
 }
 
 
@@ -64,6 +83,7 @@ class Schedules:
         self.returned: list[int] = []
         self.expected: set[int] = set()
         self.worst_age = 0
+        self.temperatures: tuple[float, ...] = (0.0, 1.0, 0.7)
 
     def run(self) -> None:
         """Run one schedule to the end of all its requests."""
@@ -88,7 +108,7 @@ class Schedules:
         prompt = [*SHARED[:length], self.chance.randrange(VOCAB_SIZE)]
         params = SamplingParams(
             num_tokens_to_generate=self.chance.randint(1, 40),
-            temperature=self.chance.choice((0.0, 1.0, 0.7)),
+            temperature=self.chance.choice(self.temperatures),
             top_p=self.chance.choice((0.0, 0.0, 0.9)),
             return_log_probs=True,
             seed=self.chance.choice((None, 3)),
@@ -224,11 +244,18 @@ OPERATIONS = (
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_token_is_what_its_record_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_token_is_what_its_record_says(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = dict(ENGINES[name])
-    engine = vllm_engine(**config, engine_options={"enable_lora": True})
+    options = {"enable_lora": True, **config.pop("engine_options", {})}
+    if options.get("async_scheduling"):
+        allow_async_scheduling(monkeypatch)
+    engine = vllm_engine(**config, engine_options=options)
     chance = random.Random(run_seed())
     schedules = Schedules(engine, chance, config.get("max_kv_staleness_versions"))
+    if "speculative_config" in options:
+        schedules.temperatures = (0.0,)
     try:
         for _ in range(NUM_SCHEDULES):
             schedules.run()
