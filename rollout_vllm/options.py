@@ -56,9 +56,12 @@ OWN_ARGUMENTS = {
     "disable_log_stats": "statistics are kept by this engine",
     "data_parallel_size": "several engines are a fleet: data_parallel_size of AsyncLLM",
     "kv_transfer_config": "KV of other engines has no version",
+    "enable_return_routed_experts": "records do not take the experts that vLLM reports",
+    "nnodes": "an update reaches the workers through files in this machine's memory",
     "max_loras": "one adapter at a time is merged into the weights",
     "max_lora_rank": "an adapter of any rank is merged into the weights",
 }
+EXECUTORS = (None, "uni", "mp")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -79,6 +82,12 @@ def engine_arguments(config: InferenceConfig) -> dict[str, Any]:
         raise ConfigError(
             f"engine_options['logprobs_mode']={mode!r} must be one of {LOGPROBS_MODES}: records "
             "hold log-probs"
+        )
+    if (executor := options.get("distributed_executor_backend")) not in EXECUTORS:
+        raise ConfigError(
+            f"engine_options['distributed_executor_backend']={executor!r} is not supported: an "
+            "update reaches the workers through files in this machine's memory; use 'mp', or leave "
+            "it out"
         )
     for name, theirs in ARGUMENTS.items():
         value, default = getattr(config, name), _default(name)

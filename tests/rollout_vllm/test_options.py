@@ -94,6 +94,13 @@ def test_engine_options_that_would_break_a_promise_are_refused(name: str) -> Non
         engine_arguments(of_vllm(engine_options={name: 1}))
 
 
+def test_engine_options_with_workers_on_other_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distributed_executor_backend'\]='ray'.*use 'mp'"):
+        engine_arguments(of_vllm(engine_options={"distributed_executor_backend": "ray"}))
+    options = engine_arguments(of_vllm(engine_options={"distributed_executor_backend": "mp"}))
+    assert options["distributed_executor_backend"] == "mp"
+
+
 def test_engine_options_that_repeat_a_field_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len.*max_sequence_length"):
         engine_arguments(of_vllm(max_sequence_length=64, engine_options={"max_model_len": 64}))

@@ -28,9 +28,9 @@ def test_dead_worker_of_tensor_parallel_vllm_ends_the_engine_and_leaves_nothing(
         engine.check_ranks()
         workers[1].kill()
         workers[1].join()
-        with pytest.raises(LockstepError, match="worker process.* of vLLM has died"):
+        with pytest.raises(LockstepError, match=r"worker process.* of vLLM has died"):
             engine.check_ranks()
-        with pytest.raises(LockstepError, match="worker process.* of vLLM has died"):
+        with pytest.raises(LockstepError, match=r"worker process.* of vLLM has died"):
             engine.step()
         with pytest.raises(EngineStateError, match="create a new engine"):
             engine.update_weights(vllm_weights(2), in_flight=True)
