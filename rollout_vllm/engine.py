@@ -103,6 +103,7 @@ def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfi
         ).create_engine_config()
         _check_device(config.device)
         _check_async(arguments, vllm_config)
+        _check_stages(vllm_config)
         return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
@@ -183,6 +184,17 @@ def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
         raise ConfigError(
             "engine_options['async_scheduling']=True: vLLM schedules synchronously on this "
             "platform; leave it out"
+        )
+
+
+def _check_stages(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError for pipeline parallelism on a CPU. vLLM 0.32 fails there at the first step:
+    its runner never allocates the tensors that a later stage receives."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"engine_options['pipeline_parallel_size']={stages} does not work on a CPU with vLLM "
+            "0.32; use tensor_parallel_size"
         )
 
 

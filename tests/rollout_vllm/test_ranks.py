@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout import SamplingParams
-from rollout.errors import EngineStateError, LockstepError
+from rollout.errors import ConfigError, EngineStateError, LockstepError
 from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_weights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
@@ -38,3 +38,9 @@ def test_dead_worker_of_tensor_parallel_vllm_ends_the_engine_and_leaves_nothing(
         engine.shutdown()
     assert {*multiprocessing.active_children()} == before
     assert not [*Path("/dev/shm").glob("rollout-vllm-*")]
+
+
+@pytest.mark.timeout(600)
+def test_pipeline_parallel_size_of_vllm_is_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size'\]=2.*tensor_parallel_size"):
+        vllm_engine(engine_options={"pipeline_parallel_size": 2})
