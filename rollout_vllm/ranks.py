@@ -12,11 +12,9 @@ from rollout.errors import LockstepError
 
 
 def require_workers(executor: Executor) -> None:
-    """Raise LockstepError if a worker process has died. Workers of Ray are asked, which raises
-    Ray's errors."""
+    """Raise LockstepError if a worker process of vLLM has died."""
     if not isinstance(executor, MultiprocExecutor):
-        executor.check_health()
-        return
+        return  # the only worker lies in this process
     dead = [worker.rank for worker in executor.workers if not worker.proc.is_alive()]
     if dead or executor.is_failed:
         ranks = f" of rank {', '.join(map(str, dead))}" if dead else ""

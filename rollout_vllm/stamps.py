@@ -97,6 +97,8 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         if spans is None:
             spans = self.spans[request_id] = _spans_of(self._found(tables, start))
             self.num_cached[request_id] = start
+        elif len(spans) > start:
+            spans.truncate(start)  # these positions are computed again
         spans.append(end - start, self.version)
         for table, size, is_state in zip(tables, self._block_sizes, self._are_states, strict=True):
             if is_state:
