@@ -103,6 +103,7 @@ def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfi
         ).create_engine_config()
         _check_device(config.device)
         _check_async(arguments, vllm_config)
+        _check_stages(vllm_config)
         return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
@@ -128,7 +129,11 @@ def _engine_over(
         shares_prefixes=config.enable_prefix_caching,
     )
     executor = VllmExecutor(
-        core, directory, weights_version, reject_non_finite=config.reject_non_finite_weights
+        core,
+        directory,
+        weights_version,
+        reject_non_finite=config.reject_non_finite_weights,
+        keeps_base=bool(config.engine_options.get("enable_lora")),
     )
     counters = EngineCounters(writer=config.metrics_writer, interval=config.logging_step_interval)
     guard = CallGuard()
@@ -182,10 +187,23 @@ def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_stages(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError for pipeline parallelism on a CPU. vLLM 0.32 fails there at the first step:
+    its runner never allocates the tensors that a later stage receives."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"engine_options['pipeline_parallel_size']={stages} does not work on a CPU with vLLM "
+            "0.32; use tensor_parallel_size"
+        )
+
+
 class VllmInputProcessor(InputProcessor):
-    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's."""
+    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's.
+    `must_be_greedy`: whether it can only run requests with temperature 0."""
 
     logprobs_mode: str
+    must_be_greedy: bool
 
     def process_groups(
         self, groups: Any, *arguments: Any, **named: Any
@@ -196,13 +214,13 @@ class VllmInputProcessor(InputProcessor):
 
     def _check(self, group: Group) -> None:
         for params in group[1]:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
 
     def process_record(
         self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
     ) -> ProcessedRequest:
         if (params := record[0].sampling_params) is not None:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
         return super().process_record(record, *arguments, **named)
 
 
@@ -232,6 +250,8 @@ def _input_processor(
         seed=config.seed,
     )
     inputs.logprobs_mode = model.logprobs_mode
+    drafts = vllm_config.speculative_config is not None
+    inputs.must_be_greedy = drafts and vllm_config.device_config.device_type == "cpu"
     return inputs
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +23,7 @@ from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import fingerprint_on
 from rollout.weights.lora import LoraAdapter
+from rollout.weights.lora_merge import gathered
 from rollout.weights.update import (
     Fingerprint,
     NamedTensors,
@@ -33,6 +34,8 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
+from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
+from rollout_vllm.ranks import require_workers
 from rollout_vllm.stamps import StampingScheduler
 from rollout_vllm.tied_heads import prepare_tied_heads
 
@@ -41,10 +44,16 @@ _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an updat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedTensors:
-    """A verified update: whole tensors by name, and their fingerprints."""
+    """A verified update: whole tensors by name, and their fingerprints.
+
+    base: the weights below an adapter, or below the next one; None if they are not kept. follows:
+    for an adapter on the served base, the number of commits before it was staged; None otherwise.
+    """
 
     tensors: Mapping[str, Tensor]
     fingerprints: Mapping[str, Fingerprint]
+    base: BaseWeights | None
+    follows: int | None
     checksum: str
     is_finite: bool
     started_at: float
@@ -59,17 +68,31 @@ class VllmExecutor:
     load back: if one fails, `has_values` is False, no step runs, and a full update repairs it.
 
     Checksums cover the tensors in the checkpoint's format, before vLLM fuses or quantises them.
+
+    An adapter is merged into its base: the checkpoint, or the last full update if `keeps_base`, or
+    the base that comes with it. All weights are loaded again.
     """
 
     def __init__(
-        self, core: EngineCore, directory: Path, version: int, *, reject_non_finite: bool
+        self,
+        core: EngineCore,
+        directory: Path,
+        version: int,
+        *,
+        reject_non_finite: bool,
+        keeps_base: bool,
     ) -> None:
-        self._core, self._rejects = core, reject_non_finite
+        self._core, self._rejects, self._keeps_base = core, reject_non_finite, keeps_base
         self._scheduler: StampingScheduler = core.scheduler
         # Its tensors are served until the first update.
         self._checkpoint: Checkpoint | None = Checkpoint.open(directory)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._checkpoint.items()}
         self._fingerprints: Mapping[str, Fingerprint] = {}
+        self._base: BaseWeights | None = None  # copies; the checkpoint is not copied
+        self._num_commits = 0
+        model = core.vllm_config.model_config
+        is_tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+        self._tied_size = model.get_vocab_size() if is_tied else None
         self.has_values = self.is_finite = True
         self.is_resident, self._is_closed = True, False
         self._set(version)
@@ -113,11 +136,30 @@ class VllmExecutor:
                 "engine='vllm' does not update mixtures of experts: vLLM's reload was seen to "
                 "leave wrong experts on a CPU. Start a new engine from the new weights"
             )
+        num_commits, follows = self._num_commits, None
         if isinstance(named_tensors, LoraAdapter):
-            raise WeightUpdateError(
-                "engine='vllm' takes whole weights only; push merged_tensors(model) of "
-                "trainer_hooks.weight_sync in place of the adapter"
-            )
+            tensors, fingerprints, base = self._adapted(named_tensors, check, source_checksum)
+            follows = num_commits if named_tensors.base is None else None
+        else:
+            tensors, fingerprints = self._whole(named_tensors, check)
+            if source_checksum:
+                check_checksum(fingerprints, source_checksum)
+            base = BaseWeights.copied(tensors, fingerprints) if self._keeps_base else None
+        return StagedTensors(
+            tensors=tensors,
+            fingerprints=fingerprints,
+            base=base,
+            follows=follows,
+            checksum=checksum_of(fingerprints),
+            is_finite=not any(num_bad for _, num_bad in fingerprints.values()),
+            started_at=start,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _whole(
+        self, named_tensors: NamedTensors, check: Callable[[], None]
+    ) -> tuple[dict[str, Tensor], dict[str, Fingerprint]]:
+        """Return all tensors of a full update, and their fingerprints."""
         given = by_name(named_tensors)
         self._check_names(given)
         tensors: dict[str, Tensor] = {}
@@ -127,6 +169,45 @@ class VllmExecutor:
                 blame.culprit = f"reading {name!r}"
                 self._check_form(name, given[name])
                 tensors[name] = full_tensor(given[name]).detach()
+        return tensors, self._hashed(tensors, check)
+
+    def _adapted(
+        self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
+    ) -> tuple[dict[str, Tensor], dict[str, Fingerprint], BaseWeights]:
+        """Return all weights with the adapter merged in, their fingerprints, and its base."""
+        check_targets(adapter.pairs(), self._shapes, self._tied_size)
+        with blaming("gathering the adapter"):
+            adapter = replace(adapter, tensors=gathered(adapter.tensors))
+        own = self._hashed(adapter.tensors, check)
+        if source_checksum:
+            check_checksum(own, source_checksum)
+        if adapter.base is None:
+            base = self._served_base()
+        else:
+            base = BaseWeights.copied(*self._whole(adapter.base, check))
+        changed = merged_weights(base.tensors, adapter.pairs(), check)
+        fingerprints = {**base.fingerprints, **self._hashed(changed, check)}
+        return {**base.tensors, **changed}, fingerprints, base
+
+    def _served_base(self) -> BaseWeights:
+        """Return the served weights without their adapter."""
+        self.require_values("stage an adapter")
+        if self._base is not None:
+            return self._base
+        if self._checkpoint is None:
+            raise WeightUpdateError(
+                "the base of this adapter, the last full update, was not kept: make the engine "
+                "with engine_options={'enable_lora': True}, or push LoraAdapter(..., base=...) "
+                "with all weights"
+            )
+        fingerprints = self._served_fingerprints()
+        tensors = dict(self._checkpoint.items())
+        return BaseWeights(tensors=tensors, fingerprints=fingerprints, num_bytes=0)
+
+    def _hashed(
+        self, tensors: Mapping[str, Tensor], check: Callable[[], None]
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprints of tensors. Raises WeightUpdateError for NaN or infinity."""
         fingerprints = dict(_fingerprints(tensors.items(), check))
         for name, (_, num_bad) in fingerprints.items():
             if num_bad and self._rejects:
@@ -134,16 +215,7 @@ class VllmExecutor:
                     f"{name!r} holds NaN or infinity; the serving weights are kept. "
                     "reject_non_finite_weights=False accepts it"
                 )
-        if source_checksum:
-            check_checksum(fingerprints, source_checksum)
-        return StagedTensors(
-            tensors=tensors,
-            fingerprints=fingerprints,
-            checksum=checksum_of(fingerprints),
-            is_finite=not any(num_bad for _, num_bad in fingerprints.values()),
-            started_at=start,
-            seconds=time.perf_counter() - start,
-        )
+        return fingerprints
 
     def _check_names(self, given: Mapping[str, Tensor]) -> None:
         for kind, names in (
@@ -168,7 +240,14 @@ class VllmExecutor:
 
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
+        if staged.follows is not None:
+            self.require_values("commit an adapter")
+            if staged.follows != self._num_commits:
+                raise WeightUpdateError(
+                    "other weights were committed after this adapter was staged; stage it again"
+                )
         self.has_values = False
+        self._num_commits += 1
         try:
             self._load(staged.tensors)
         except Exception as error:
@@ -178,6 +257,7 @@ class VllmExecutor:
             ) from error
         self.has_values, self.is_finite = True, staged.is_finite
         self._fingerprints, self._checkpoint = staged.fingerprints, None
+        self._base = staged.base
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
@@ -216,9 +296,8 @@ class VllmExecutor:
         return {name: f"{found[name][0] % 2**64:016x}" for name in names}
 
     def _served_fingerprints(self) -> Mapping[str, Fingerprint]:
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and not self._fingerprints:
             self._fingerprints = dict(_fingerprints(self._checkpoint.items()))
-            self._checkpoint = None
         return self._fingerprints
 
     # ---- ranks
@@ -235,12 +314,17 @@ class VllmExecutor:
                 weights_bytes=0,  # vLLM does not report them
                 kv_on_host_bytes=0,
                 weights_on_host_bytes=0,
-                lora_base_bytes=0,
+                lora_base_bytes=self.num_base_bytes,
                 rss_bytes=process_bytes(),
                 cpu_seconds=time.process_time(),
                 wait_seconds=0.0,
             ),
         )
+
+    @property
+    def num_base_bytes(self) -> int:
+        """Bytes of host copies of the weights below adapters."""
+        return 0 if self._base is None else self._base.num_bytes
 
     def _kv_bytes(self) -> int:
         return sum(t.size for t in self._scheduler.kv_cache_config.kv_cache_tensors)
@@ -249,7 +333,7 @@ class VllmExecutor:
         return {}
 
     def check_ranks(self) -> None:
-        self._core.model_executor.check_health()
+        require_workers(self._core.model_executor)
 
     def close(self) -> None:
         if not self._is_closed:

@@ -1,15 +1,15 @@
 """Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Used by ServedWeights while it stages an adapter, and by `trainer_hooks.weight_sync.sources` for
-trainers that push merged tensors. Changes no tensor that it is given. Shape letters: R rank, N out
-features, K in features of a layer.
+Used by ServedWeights while it stages an adapter, by `rollout_vllm.adapters`, and by
+`trainer_hooks.weight_sync.sources` for trainers that push merged tensors. Changes no tensor that it
+is given. Shape letters: R rank, N out features, K in features of a layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -68,11 +68,12 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
                 f"{pair.names[0]!r} adapts {name!r}, which is tied to another layer; leave it out "
                 "of target_modules, or set tie_word_embeddings to false"
             )
-        _check_fit(pair, slots[name])
+        check_fit(pair, slots[name].shape)
 
 
-def _check_fit(pair: LoraPair, slot: WeightSlot) -> None:
-    num_outputs, num_inputs = slot.shape
+def check_fit(pair: LoraPair, shape: Sequence[int]) -> None:
+    """Raise WeightUpdateError unless B @ A has the shape of the adapted weight."""
+    num_outputs, num_inputs = shape
     for name, given, size, what in (
         (pair.names[0], pair.a_RK.shape[1], num_inputs, "in"),
         (pair.names[1], pair.b_NR.shape[0], num_outputs, "out"),

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from rollout import InferenceConfig
+from rollout import InferenceConfig, LoraAdapter
 from rollout.engine.engine import Engine
 from rollout.models.plain_tensors import named_weights
+from tests.lora_adapters import merged, random_adapter
 from tests.tiny_models import MAX_LENGTH, tiny_model
 
 HAS_VLLM = find_spec("vllm") is not None
@@ -51,6 +56,23 @@ def vllm_weights(seed: int, family: str = "qwen3") -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
+def vllm_adapter(seed: int) -> LoraAdapter:
+    """A random adapter of all linear layers of the model."""
+    return random_adapter(vllm_weights(0), seed=seed)
+
+
+@cache
+def adapted_model(seed: int, adapter_seed: int | None, family: str = "qwen3") -> Any:
+    """The model of `seed`, with the adapter of `adapter_seed` merged in."""
+    if adapter_seed is None:
+        return vllm_model(family, seed)
+    model = deepcopy(vllm_model(family, seed))
+    model.load_state_dict(
+        merged(vllm_weights(seed, family), vllm_adapter(adapter_seed)), strict=False
+    )
+    return model
+
+
 def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: Any) -> Engine:
     """An engine over vLLM, in float32, with `num_blocks` blocks."""
     from rollout_vllm.engine import make_engine
@@ -66,3 +88,29 @@ def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: A
     }
     whole = InferenceConfig(engine="vllm", engine_options=options, **(fields | config))
     return make_engine(directory_of(family), whole)
+
+
+def allow_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM schedule asynchronously on a CPU, which it switches off there.
+
+    A step runs when it is launched, and its result is read after the launch of the next one.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        is_async = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_async
+
+    def none(*_: Any, **__: Any) -> None: ...
+
+    def stream_or_event(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(record=none, synchronize=none, wait_stream=none)
+
+    checked = classmethod(check_and_update_config)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", checked)
+    for name in ("Event", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, stream_or_event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
