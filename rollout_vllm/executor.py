@@ -33,6 +33,8 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
+from rollout_vllm.live_module import LiveModule
+from rollout_vllm.reload import repair_reload
 from rollout_vllm.stamps import StampingScheduler
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
@@ -71,6 +73,8 @@ class VllmExecutor:
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self.has_values = self.is_finite = True
         self.is_resident, self._is_closed = True, False
+        self._live = LiveModule(directory)
+        self._fault_of_reload = "".join({*core.collective_rpc(repair_reload)})
         self._set(version)
 
     def _set(self, version: int) -> None:
@@ -107,10 +111,10 @@ class VllmExecutor:
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedTensors:
         start = time.perf_counter()
-        if self._core.vllm_config.model_config.get_num_experts():
+        if self._fault_of_reload:
             raise WeightUpdateError(
-                "engine='vllm' does not update mixtures of experts: vLLM's reload was seen to "
-                "leave wrong experts on a CPU. Start a new engine from the new weights"
+                f"engine='vllm' cannot update this model: {self._fault_of_reload}. Start a new "
+                "engine from the new weights"
             )
         if isinstance(named_tensors, LoraAdapter):
             raise WeightUpdateError(
@@ -118,14 +122,9 @@ class VllmExecutor:
                 "trainer_hooks.weight_sync in place of the adapter"
             )
         given = by_name(named_tensors)
-        self._check_names(given)
-        tensors: dict[str, Tensor] = {}
-        with blaming() as blame:
-            for name in sorted(given):  # gathering is a collective, in one order on all ranks
-                check()
-                blame.culprit = f"reading {name!r}"
-                self._check_form(name, given[name])
-                tensors[name] = full_tensor(given[name]).detach()
+        unknown = given.keys() - self._shapes.keys()
+        is_live = bool(unknown) and not unknown.isdisjoint(self._live.shapes)
+        tensors = _read(given, self._live.shapes if is_live else self._shapes, check)
         fingerprints = dict(_fingerprints(tensors.items(), check))
         for name, (_, num_bad) in fingerprints.items():
             if num_bad and self._rejects:
@@ -135,6 +134,10 @@ class VllmExecutor:
                 )
         if source_checksum:
             check_checksum(fingerprints, source_checksum)
+        if is_live:
+            with blaming("splitting the tensors as the model's directory does"):
+                tensors = _read(self._live.to_checkpoint(tensors), self._shapes, check)
+            fingerprints = dict(_fingerprints(tensors.items(), check))
         return StagedTensors(
             tensors=tensors,
             fingerprints=fingerprints,
@@ -143,27 +146,6 @@ class VllmExecutor:
             started_at=start,
             seconds=time.perf_counter() - start,
         )
-
-    def _check_names(self, given: Mapping[str, Tensor]) -> None:
-        for kind, names in (
-            ("lacks", self._shapes.keys() - given.keys()),
-            ("has the unknown", given.keys() - self._shapes.keys()),
-        ):
-            if names:
-                listed = ", ".join(repr(name) for name in sorted(names)[:3])
-                raise WeightUpdateError(
-                    f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
-                    "all tensors under the names of the model's directory"
-                )
-
-    def _check_form(self, name: str, tensor: Tensor) -> None:
-        if reason := refusal(tensor):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise WeightUpdateError(
-                f"{name!r} has shape {list(tensor.shape)}, but the model's is "
-                f"{list(self._shapes[name])}"
-            )
 
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
@@ -250,6 +232,37 @@ class VllmExecutor:
         if not self._is_closed:
             self._core.shutdown()
             self._is_closed = True
+
+
+def _read(
+    given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
+    names and shapes in `shapes`."""
+    for kind, names in (
+        ("lacks", shapes.keys() - given.keys()),
+        ("has the unknown", given.keys() - shapes.keys()),
+    ):
+        if names:
+            listed = ", ".join(repr(name) for name in sorted(names)[:3])
+            raise WeightUpdateError(
+                f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
+                "all tensors under the names of the model's directory or of its module"
+            )
+    tensors: dict[str, Tensor] = {}
+    with blaming() as blame:
+        for name in sorted(given):  # gathering is a collective, in one order on all ranks
+            check()
+            blame.culprit = f"reading {name!r}"
+            if reason := refusal(given[name]):
+                raise WeightUpdateError(f"{name!r} {reason}")
+            if tuple(given[name].shape) != shapes[name]:
+                raise WeightUpdateError(
+                    f"{name!r} has shape {list(given[name].shape)}, but the model's is "
+                    f"{list(shapes[name])}"
+                )
+            tensors[name] = full_tensor(given[name]).detach()
+    return tensors
 
 
 def _fingerprints(

@@ -46,10 +46,20 @@ ENGINES: dict[str, dict[str, Any]] = {
 class Schedules:
     """Runs random operations on an engine, and checks the records of all requests that end."""
 
-    def __init__(self, engine: Engine, chance: random.Random, max_age: int | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chance: random.Random,
+        max_age: int | None,
+        family: str = "qwen3",
+        *,
+        by_token: bool = False,
+    ) -> None:
         self.engine, self.chance, self.max_age = engine, chance, max_age
-        self.models = {engine.weights_version: 0}
-        self.replay = Replay(lambda version: vllm_model("qwen3", self.models[version]))
+        self.family, self.models = family, {engine.weights_version: 0}
+        self.replay = Replay(
+            lambda version: vllm_model(family, self.models[version]), by_token=by_token
+        )
         self.tally: Counter[str] = Counter()
         self.away: list[bytes] = []
         self.returned: list[int] = []
@@ -116,12 +126,12 @@ class Schedules:
     def update(self) -> None:
         model, version = self.chance.randrange(NUM_MODELS), self.engine.weights_version + 1
         in_flight = self.engine.state is EngineState.RUNNING
-        self.engine.update_weights(vllm_weights(model), version, in_flight=in_flight)
+        self.engine.update_weights(vllm_weights(model, self.family), version, in_flight=in_flight)
         self.models[version] = model
         self.tally["updates in flight" if in_flight else "updates"] += 1
 
     def bad_update(self) -> None:
-        weights, before = vllm_weights(1), self.engine.weights_checksum()
+        weights, before = vllm_weights(1, self.family), self.engine.weights_checksum()
         name = self.chance.choice(sorted(weights))
         if self.chance.random() < 0.5:
             del weights[name]
