@@ -43,6 +43,7 @@ PREFIXES: dict[str, Any] = {**BOUND, "enable_prefix_caching": True}
 BLOCKS_OF_VLLM: dict[str, Any] = {**BOUND, "block_size_tokens": None}
 KINDS = {
     "mistral": Kind(config=PREFIXES),
+    "gemma3_text": Kind(config=PREFIXES),  # the output layer shares the embedding's weight
     "qwen3_moe": Kind(config=PREFIXES),
     "deepseek_v3": Kind(config=BOUND),
     "granitemoehybrid": Kind(config=BLOCKS_OF_VLLM, is_recurrent=True),
