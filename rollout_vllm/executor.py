@@ -36,6 +36,7 @@ from rollout.worker.worker import process_bytes
 from rollout_vllm.live_module import LiveModule
 from rollout_vllm.reload import repair_reload
 from rollout_vllm.stamps import StampingScheduler
+from rollout_vllm.tied_heads import prepare_tied_heads
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
 
@@ -164,6 +165,10 @@ class VllmExecutor:
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         """Let all workers load the tensors in place."""
+        self._reload(tensors)
+        self._core.collective_rpc(prepare_tied_heads)
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):
             self._core.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
