@@ -35,9 +35,10 @@ from rollout.weights.update import (
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
 from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
+from rollout_vllm.live_module import LiveModule
 from rollout_vllm.ranks import require_workers
+from rollout_vllm.reload import repair_reload
 from rollout_vllm.stamps import StampingScheduler
-from rollout_vllm.tied_heads import prepare_tied_heads
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
 
@@ -95,6 +96,8 @@ class VllmExecutor:
         self._tied_size = model.get_vocab_size() if is_tied else None
         self.has_values = self.is_finite = True
         self.is_resident, self._is_closed = True, False
+        self._live = LiveModule(directory)
+        self._fault_of_reload = "".join({*core.collective_rpc(repair_reload)})
         self._set(version)
 
     def _set(self, version: int) -> None:
@@ -131,19 +134,17 @@ class VllmExecutor:
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedTensors:
         start = time.perf_counter()
-        if self._core.vllm_config.model_config.get_num_experts():
+        if self._fault_of_reload:
             raise WeightUpdateError(
-                "engine='vllm' does not update mixtures of experts: vLLM's reload was seen to "
-                "leave wrong experts on a CPU. Start a new engine from the new weights"
+                f"engine='vllm' cannot update this model: {self._fault_of_reload}. Start a new "
+                "engine from the new weights"
             )
         num_commits, follows = self._num_commits, None
         if isinstance(named_tensors, LoraAdapter):
             tensors, fingerprints, base = self._adapted(named_tensors, check, source_checksum)
             follows = num_commits if named_tensors.base is None else None
         else:
-            tensors, fingerprints = self._whole(named_tensors, check)
-            if source_checksum:
-                check_checksum(fingerprints, source_checksum)
+            tensors, fingerprints = self._whole(named_tensors, check, source_checksum)
             base = BaseWeights.copied(tensors, fingerprints) if self._keeps_base else None
         return StagedTensors(
             tensors=tensors,
@@ -157,19 +158,22 @@ class VllmExecutor:
         )
 
     def _whole(
-        self, named_tensors: NamedTensors, check: Callable[[], None]
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str = ""
     ) -> tuple[dict[str, Tensor], dict[str, Fingerprint]]:
-        """Return all tensors of a full update, and their fingerprints."""
+        """Return all tensors of a full update as the checkpoint has them, and their fingerprints.
+        `source_checksum` covers the tensors as they were given; "" skips the comparison."""
         given = by_name(named_tensors)
-        self._check_names(given)
-        tensors: dict[str, Tensor] = {}
-        with blaming() as blame:
-            for name in sorted(given):  # gathering is a collective, in one order on all ranks
-                check()
-                blame.culprit = f"reading {name!r}"
-                self._check_form(name, given[name])
-                tensors[name] = full_tensor(given[name]).detach()
-        return tensors, self._hashed(tensors, check)
+        unknown = given.keys() - self._shapes.keys()
+        is_live = bool(unknown) and not unknown.isdisjoint(self._live.shapes)
+        tensors = _read(given, self._live.shapes if is_live else self._shapes, check)
+        fingerprints = self._hashed(tensors, check)
+        if source_checksum:
+            check_checksum(fingerprints, source_checksum)
+        if is_live:
+            with blaming("splitting the tensors as the model's directory does"):
+                tensors = _read(self._live.to_checkpoint(tensors), self._shapes, check)
+            fingerprints = self._hashed(tensors, check)
+        return tensors, fingerprints
 
     def _adapted(
         self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
@@ -217,27 +221,6 @@ class VllmExecutor:
                 )
         return fingerprints
 
-    def _check_names(self, given: Mapping[str, Tensor]) -> None:
-        for kind, names in (
-            ("lacks", self._shapes.keys() - given.keys()),
-            ("has the unknown", given.keys() - self._shapes.keys()),
-        ):
-            if names:
-                listed = ", ".join(repr(name) for name in sorted(names)[:3])
-                raise WeightUpdateError(
-                    f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
-                    "all tensors under the names of the model's directory"
-                )
-
-    def _check_form(self, name: str, tensor: Tensor) -> None:
-        if reason := refusal(tensor):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise WeightUpdateError(
-                f"{name!r} has shape {list(tensor.shape)}, but the model's is "
-                f"{list(self._shapes[name])}"
-            )
-
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
         if staged.follows is not None:
@@ -263,10 +246,6 @@ class VllmExecutor:
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
         """Let all workers load the tensors in place."""
-        self._reload(tensors)
-        self._core.collective_rpc(prepare_tied_heads)
-
-    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):
             self._core.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
@@ -339,6 +318,37 @@ class VllmExecutor:
         if not self._is_closed:
             self._core.shutdown()
             self._is_closed = True
+
+
+def _read(
+    given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
+    names and shapes in `shapes`."""
+    for kind, names in (
+        ("lacks", shapes.keys() - given.keys()),
+        ("has the unknown", given.keys() - shapes.keys()),
+    ):
+        if names:
+            listed = ", ".join(repr(name) for name in sorted(names)[:3])
+            raise WeightUpdateError(
+                f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
+                "all tensors under the names of the model's directory or of its module"
+            )
+    tensors: dict[str, Tensor] = {}
+    with blaming() as blame:
+        for name in sorted(given):  # gathering is a collective, in one order on all ranks
+            check()
+            blame.culprit = f"reading {name!r}"
+            if reason := refusal(given[name]):
+                raise WeightUpdateError(f"{name!r} {reason}")
+            if tuple(given[name].shape) != shapes[name]:
+                raise WeightUpdateError(
+                    f"{name!r} has shape {list(given[name].shape)}, but the model's is "
+                    f"{list(shapes[name])}"
+                )
+            tensors[name] = full_tensor(given[name]).detach()
+    return tensors
 
 
 def _fingerprints(

@@ -28,6 +28,71 @@ NUM_BLOCKS, BLOCK_SIZE = 24, 32  # vLLM's attention on a CPU takes blocks of 32,
 # The heads that vLLM's attention on a CPU takes.
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
+# What the configs of other families than Qwen3 need.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"std": 0.4},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    # vLLM's latent attention on a CPU takes 512 + 64 values, and scaled RoPE alone is right there.
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.3,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 32,
+        "mamba_d_ssm": 128,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}
+
 if HAS_VLLM:
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
@@ -40,7 +105,7 @@ if HAS_VLLM:
 
 @cache
 def vllm_model(family: str = "qwen3", seed: int = 0) -> Any:
-    return tiny_model(family, seed=seed, std=0.4, **SHAPE)
+    return tiny_model(family, seed=seed, **SHAPE | FAMILIES[family])
 
 
 @cache

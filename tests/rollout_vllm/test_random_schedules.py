@@ -75,11 +75,23 @@ ENGINES: dict[str, dict[str, Any]] = {
 class Schedules:
     """Runs random operations on an engine, and checks the records of all requests that end."""
 
-    def __init__(self, engine: Engine, chance: random.Random, max_age: int | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chance: random.Random,
+        max_age: int | None,
+        family: str = "qwen3",
+        *,
+        by_token: bool = False,
+    ) -> None:
         self.engine, self.chance, self.max_age = engine, chance, max_age
         # Seeds of model and adapter, by version.
         self.models: dict[int, tuple[int, int | None]] = {engine.weights_version: (0, None)}
-        self.replay = Replay(lambda version: adapted_model(*self.models[version]))
+        self.family = family
+        self.operations = (*OPERATIONS, *(ADAPTERS if family == "qwen3" else ()))
+        self.replay = Replay(
+            lambda version: adapted_model(*self.models[version], family), by_token=by_token
+        )
         self.tally: Counter[str] = Counter()
         self.away: list[bytes] = []
         self.returned: list[int] = []
@@ -91,7 +103,7 @@ class Schedules:
         """Run one schedule to the end of all its requests."""
         self.add()
         for _ in range(NUM_OPERATIONS):
-            operation = self.chance.choice(OPERATIONS)
+            operation = self.chance.choice(self.operations)
             operation(self)
             self.engine.check_integrity(may_be_in_flight=True)
         self.to_running()
@@ -146,7 +158,7 @@ class Schedules:
 
     def update(self) -> None:
         model = self.chance.randrange(NUM_MODELS)
-        self.push(vllm_weights(model), (model, None), "updates")
+        self.push(vllm_weights(model, self.family), (model, None), "updates")
 
     def adapt(self) -> None:
         base, _ = self.models[self.engine.weights_version]
@@ -161,7 +173,7 @@ class Schedules:
         self.tally[f"{kind} in flight" if in_flight else kind] += 1
 
     def bad_update(self) -> None:
-        weights, before = vllm_weights(1), self.engine.weights_checksum()
+        weights, before = vllm_weights(1, self.family), self.engine.weights_checksum()
         name = self.chance.choice(sorted(weights))
         if self.chance.random() < 0.5:
             del weights[name]
@@ -238,10 +250,10 @@ class Schedules:
 OPERATIONS = (
     *[Schedules.add, Schedules.steps] * 3,
     *(Schedules.abort, Schedules.suspend, Schedules.update, Schedules.update),
-    *(Schedules.adapt, Schedules.adapt, Schedules.bad_adapter),
     *(Schedules.bad_update, Schedules.pause, Schedules.unpause, Schedules.unpause),
     *(Schedules.move_away, Schedules.come_back),
 )
+ADAPTERS = (Schedules.adapt, Schedules.adapt, Schedules.bad_adapter)
 
 
 @pytest.mark.timeout(1800)
