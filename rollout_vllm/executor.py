@@ -140,6 +140,7 @@ class VllmExecutor:
                 "engine from the new weights"
             )
         num_commits, follows = self._num_commits, None
+        base: BaseWeights | None
         if isinstance(named_tensors, LoraAdapter):
             tensors, fingerprints, base = self._adapted(named_tensors, check, source_checksum)
             follows = num_commits if named_tensors.base is None else None
