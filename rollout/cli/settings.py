@@ -120,7 +120,7 @@ def _summary(text: str, default: Any) -> str:
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as the command line writes it, or "..." if the field has none."""
+    """Return a default as the command line writes it, or "..." if it is missing or empty."""
     default = field.default
     if default is dataclasses.MISSING:
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -172,7 +172,7 @@ def is_setting(word: str) -> bool:
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
     dicts are written as JSON. Tuples of strings are written as JSON or with commas. The config
-    class checks the shape of JSON, and the text for an enum or a path."""
+    class validates JSON values, enums and paths."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None

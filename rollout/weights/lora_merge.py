@@ -30,8 +30,7 @@ _SUMMED_AT_ONCE = 1 << 16  # values, which fit into a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """A rank's parts of the weights of an update with an adapter. Empty for updates without an
-    adapter.
+    """A rank's parts of weights with a merged adapter. Empty for updates without an adapter.
 
     `tensors` has new values by weight name. `bases` has the adapted weights without the adapter, on
     the host. `follows_served` says whether the adapter was merged into the served weights. If so,
@@ -91,11 +90,10 @@ def adapt_served(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Replace the served adapter: return new values of the weights that the old or new adapter
-    changes.
+    """Return new values of the weights that the served or the new adapter changes.
 
     `pairs` is the new adapter. `bases` has the weights that the served adapter changes, without
-    that adapter. Weights that only the served adapter changes get their values in `bases` back.
+    that adapter. Weights that only the served adapter changes return to their `bases`.
     `check` is called before each weight, and can raise to cancel. The merged weights are kept in
     `memory`.
     """

@@ -37,7 +37,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logits of hidden states, float32 [R, V], without a gradient."""
+        """Return the logits of hidden states, float32 [R, V]. No-grad mode only."""
         return _logits(hidden_RE, self.weight_VE, self.bias_V, self, temperature=1.0)
 
 
@@ -141,10 +141,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor to which to add the gradient of `weight`, and the gradient for autograd.
+    """Return a tensor to add the gradient of `weight` to, and the value for backward() to return.
 
-    Usually these are `weight.grad`, made if missing, and None. If hooks must see the gradient, or
-    if `weight` is not a leaf, both are one new tensor of zeros.
+    For a leaf without hooks these are `weight.grad`, created if missing, and None. For other
+    weights both are the same new tensor of zeros.
     """
     # A gradient of its own would take as much memory as the weight until the backward pass ends.
     if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):

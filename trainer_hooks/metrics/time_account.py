@@ -114,7 +114,7 @@ class TimeAccount:
             return moved
 
     def reassign_phase(self, timings: PhaseTimings) -> None:
-        """Move the push, resume and suspend of a phase from `generate` to their categories."""
+        """Move the push, resume and suspend seconds from `generate` to their categories."""
         self.reassign("generate", "update", timings.update_s)
         self.reassign("generate", "resume", timings.resume_s)
         self.reassign("generate", "suspend", timings.suspend_s)

@@ -2,7 +2,7 @@
 
 Base class of OpenBatch (`trainer_hooks.producer.admission`) and ReadyOrder
 (`trainer_hooks.producer.ready`). `trainer_hooks.producer.producer` makes its GroupParts, and
-`trainer_hooks.producer.order` names its type. A pool takes prompts from the ledger, and consumes
+`trainer_hooks.producer.order` returns pools. A pool takes prompts from the ledger, and consumes
 each or gives it back.
 """
 
@@ -74,8 +74,8 @@ class GroupPool(ABC):
 
     Each issued ticket is in a finished group, in a running task, consumed, or given back.
     `running`: tasks in progress.
-    `finished`: groups to train on, each with the oldest and the newest version of its tokens, or
-    None without tokens.
+    `finished`: groups to train on. Each maps to its tokens' (oldest, newest) version, or to None if
+    it has no tokens.
     `counts`: number of groups by fate. Groups with the fate reward_failed also count as failed.
     `error`: error that stopped the pool. `take_error` clears it.
     """
@@ -98,14 +98,14 @@ class GroupPool(ABC):
 
     @property
     def num_finished_samples(self) -> int:
-        """Number of ended samples in groups that can form the next batch, finished or running."""
+        """Number of ended samples in finished or running groups that can form the next batch."""
         finished = [len(group.rewards) for group in self.finished]
         running = [begun.num_finished_samples for begun in self.running.values()]
         return sum([*finished, *sorted(running, reverse=True)][: self._rules.num_groups])
 
     @property
     def next_finished(self) -> Sequence[ScoredGroup]:
-        """Finished groups that the next batch has so far."""
+        """Finished groups of the next batch so far."""
         return list(self.finished)
 
     @property

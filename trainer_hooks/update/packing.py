@@ -1,4 +1,4 @@
-"""Checks that a model keeps rollouts apart that are packed into one row.
+"""Checks that rollouts packed into one row do not affect each other.
 
 Used by `trainer_hooks.update.micro_batches` before it computes packed rows. The check runs the
 model.

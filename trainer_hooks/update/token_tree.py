@@ -32,7 +32,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> TokenTree:
-        """Build the tree of `rows`, which are token ids. The nodes follow the sorted rows."""
+        """Build the tree of `rows` of token ids. Nodes are in the order of sorted rows."""
         nodes_BT = torch.full((len(rows), max(map(len, rows), default=0)), -1)
         tokens: list[int] = []
         depths: list[int] = []
@@ -78,8 +78,7 @@ def split_into_trees(
     A tree of N nodes costs N + `pair_cost` N^2, since attention computes all pairs of nodes. Rows
     that share little are therefore cheaper in separate trees.
     `max_nodes`: limit on a tree of several rows. None sets no limit.
-    `pair_cost`: cost of attention for one pair, divided by the cost of one token in the layers'
-    products.
+    `pair_cost`: attention's cost of one pair, divided by the linear layers' cost of one token.
     """
     trees: list[list[int]] = []
     num_nodes = 0
