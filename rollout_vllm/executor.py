@@ -34,18 +34,22 @@ from rollout.weights.update import (
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
 from rollout_vllm.stamps import StampingScheduler
+from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedTensors:
-    """A verified update: whole tensors by name, and their fingerprints."""
+    """A verified update: whole tensors by name, and their fingerprints.
+
+    Announced tensors are on the meta device, and arrive during the commit: then the fingerprints
+    are empty, and the checksum is the sender's.
+    """
 
     tensors: Mapping[str, Tensor]
     fingerprints: Mapping[str, Fingerprint]
     checksum: str
-    is_finite: bool
     started_at: float
     seconds: float
 
@@ -65,9 +69,11 @@ class VllmExecutor:
     ) -> None:
         self._core, self._rejects = core, reject_non_finite
         self._scheduler: StampingScheduler = core.scheduler
+        self.receiver = WeightReceiver(core)
         # Its tensors are served until the first update.
         self._checkpoint: Checkpoint | None = Checkpoint.open(directory)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._checkpoint.items()}
+        self._are_floats = {name: t.is_floating_point() for name, t in self._checkpoint.items()}
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self.has_values = self.is_finite = True
         self.is_resident, self._is_closed = True, False
@@ -117,6 +123,8 @@ class VllmExecutor:
                 "engine='vllm' takes whole weights only; push merged_tensors(model) of "
                 "trainer_hooks.weight_sync in place of the adapter"
             )
+        if isinstance(named_tensors, AnnouncedWeights):
+            return self._staged_announcement(named_tensors, source_checksum, start)
         given = by_name(named_tensors)
         self._check_names(given)
         tensors: dict[str, Tensor] = {}
@@ -139,7 +147,21 @@ class VllmExecutor:
             tensors=tensors,
             fingerprints=fingerprints,
             checksum=checksum_of(fingerprints),
-            is_finite=not any(num_bad for _, num_bad in fingerprints.values()),
+            started_at=start,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _staged_announcement(
+        self, announced: AnnouncedWeights, checksum: str, start: float
+    ) -> StagedTensors:
+        """Verify names, shapes and dtypes of tensors whose values the sender has checked."""
+        self._check_names(announced)
+        for name, tensor in announced.items():
+            self._check_shape(name, tensor)
+        return StagedTensors(
+            tensors=announced,
+            fingerprints={},
+            checksum=checksum,
             started_at=start,
             seconds=time.perf_counter() - start,
         )
@@ -159,29 +181,50 @@ class VllmExecutor:
     def _check_form(self, name: str, tensor: Tensor) -> None:
         if reason := refusal(tensor):
             raise WeightUpdateError(f"{name!r} {reason}")
+        self._check_shape(name, tensor)
+
+    def _check_shape(self, name: str, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self._shapes[name]:
             raise WeightUpdateError(
                 f"{name!r} has shape {list(tensor.shape)}, but the model's is "
                 f"{list(self._shapes[name])}"
             )
+        if tensor.is_floating_point() != self._are_floats[name]:
+            kind = "a floating one" if self._are_floats[name] else "of integers"
+            raise WeightUpdateError(f"{name!r} has dtype {tensor.dtype}, but the model's is {kind}")
 
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
+        if isinstance(staged.tensors, AnnouncedWeights):
+            self.receiver.join(staged.tensors)  # the last call that may fail without harm
         self.has_values = False
         try:
-            self._load(staged.tensors)
+            fingerprints = self._load(staged)
         except Exception as error:
             raise WeightUpdateError(
                 f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
                 "are mixed, so that no step runs until a full update is committed"
             ) from error
-        self.has_values, self.is_finite = True, staged.is_finite
-        self._fingerprints, self._checkpoint = staged.fingerprints, None
+        self.has_values = True
+        self.is_finite = not any(num_bad for _, num_bad in fingerprints.values())
+        self._fingerprints, self._checkpoint = fingerprints, None
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let all workers load the tensors in place."""
+    def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
+        """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
+        if isinstance(staged.tensors, AnnouncedWeights):
+            arrived = self.receiver.receive(staged.tensors)
+            if (found := checksum_of(arrived)) != staged.checksum:
+                raise WeightUpdateError(
+                    f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
+                    "announced"
+                )
+            return arrived
+        self._reload(staged.tensors)
+        return staged.fingerprints
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):
             self._core.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}

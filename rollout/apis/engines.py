@@ -1,8 +1,8 @@
 """make_engine: makes the engine that a config names, this package's or another package's.
 
 Used by `rollout.apis.spmd`, for LLM, and by `rollout.apis.engine_process`. Another package offers
-an engine by an entry point of ENTRY_POINTS: a function with the arguments of `make_engine`, which
-returns a `rollout.engine.engine.Engine`. It is imported when a config names it.
+an engine by an entry point of ENGINE_PACKAGES: a function with the arguments of `make_engine`,
+which returns a `rollout.engine.engine.Engine`. It is imported when a config names it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from rollout.config import OWN_ENGINE, InferenceConfig
+from rollout.config import ENGINE_PACKAGES, OWN_ENGINE, InferenceConfig
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.engine import Engine
 from rollout.errors import ConfigError
 from rollout.keyword_hints import remedy_of_unknown
 from rollout.text import Tokenizer
-
-ENTRY_POINTS = "rollout.engines"
 
 
 def make_engine(
@@ -36,7 +34,7 @@ def make_engine(
     """
     if config.engine == OWN_ENGINE:
         return DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)
-    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    points = {point.name: point for point in entry_points(group=ENGINE_PACKAGES)}
     if config.engine not in points:
         known = sorted({OWN_ENGINE, *points})
         otherwise = f"use one of: {', '.join(known)}"

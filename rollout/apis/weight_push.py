@@ -33,11 +33,12 @@ class WeightPush:
         transport: str | WeightTransport | None,
         reject_non_finite: bool,
         own_host: Callable[[], str],
+        engine: str | None = None,
     ) -> None:
         """Create the transport. The arguments are those of `transport_of`, whose errors it
         raises."""
         self._transport_of = partial(
-            transport_of, reject_non_finite=reject_non_finite, own_host=own_host
+            transport_of, reject_non_finite=reject_non_finite, own_host=own_host, engine=engine
         )
         self._transport = self._transport_of(transport)
         self._superseded: list[WeightTransport] = []  # engines may still fetch from them
@@ -60,7 +61,9 @@ class WeightPush:
         """Publish the tensors, send them, and await `update`, which makes the engines read them.
 
         Then commit, so that engines that join later can fetch the weights. If `update` raises, roll
-        back to the former weights and raise its error. `check` is awaited once earlier updates have
+        back to the former weights and raise its error. If only sending fails, the version is
+        committed, and the engines that lack it wait for the next push: raises the error of sending,
+        which is transient. `check` is awaited once earlier updates have
         ended; if it raises, nothing is published. Returns the report of `update` with the seconds
         of the whole push.
         """
@@ -78,9 +81,11 @@ class WeightPush:
                 if fault is not None:
                     raise error from fault
                 raise
-            await sending  # the engines have received everything
+            fault = await sending
             # In a thread: returning gigabytes to the system would block streams.
             await asyncio.to_thread(self._commit, transport, source)
+            if fault is not None:  # engines that receive weights in their commit lack them
+                raise fault
             return replace(report, seconds=time.perf_counter() - start)
 
     def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:
