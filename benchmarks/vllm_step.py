@@ -33,7 +33,7 @@ from rollout import InferenceConfig, SamplingParams
 from rollout.models.checkpoints.reader import Checkpoint
 from rollout_vllm.engine import VllmEngine, make_engine
 
-PROMPT_LEN, MAX_LENGTH, BLOCK_SIZE = 8, 256, 32
+PROMPT_LEN, MAX_LENGTH, BLOCK_SIZE = 8, 128, 32
 _MIN_PAIRS = 3
 _TITLES = ["model", "rows", "vLLM, ms", "under Engine, ms", "ratio", "pairs"]
 _UPDATE_TITLES = [
@@ -68,6 +68,7 @@ def new_engine(directory: Path, num_rows: int) -> VllmEngine:
     config = InferenceConfig(
         engine="vllm",
         engine_options={"num_gpu_blocks_override": num_rows * MAX_LENGTH // BLOCK_SIZE + 8},
+        buffer_size_gb=1.0,
         max_sequence_length=MAX_LENGTH,
         max_requests=num_rows,
         max_tokens=max(num_rows, 2048),

@@ -1,13 +1,13 @@
 """A rollout engine that runs inside a reinforcement-learning job for language models.
 
-Has the names that users import. Each is loaded when it is first used.
+It exports the names that users import. Each name's module is imported at the first use of the name.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
 __version__ = "0.13.0.dev0"  # pyproject.toml reads it here
 
-# Module -> its names in this package. The stub beside this file has the same.
+# Module -> the names that this package exports from it. The stub beside this file lists the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM",
     "rollout.apis.arguments": "RolloutGroup",

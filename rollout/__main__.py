@@ -1,4 +1,4 @@
-"""Runs `rollout.cli.main` for `python -m rollout`, the command line."""
+"""Runs `rollout.cli.main`, the command line, for `python -m rollout`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Functions that resolve host names, format TCP addresses, and find the address that others dial.
+"""Resolves host names, formats TCP addresses, and finds the address at which peers reach this
+machine.
 
 Used by `rollout.coordinator.net.sockets`, `rollout.apis.async_llm`, `rollout.apis.fleet_processes`,
-`rollout.launch.torchrun`, `rollout.serve.server`, in `rollout.cli` by `engine` and `serve`, and in
-`rollout.weights.transports` by `collective` and `registry`.
+`rollout.launch.torchrun`, `rollout.serve.server`, `rollout.cli.engine`, `rollout.cli.serve`, and in
+`rollout.weights.transports` by `collective` and `registry`. It asks the system's resolver, and
+opens sockets only for the duration of a call.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def resolve_host(host: str) -> str:
-    """Return an IP address of `host`, a name or an address. IPv4 is preferred to IPv6. Raises
-    ConfigError for an unknown name."""
+    """Return an IP address of `host`, which is a name or an address. IPv4 is preferred to IPv6.
+    Raises ConfigError for an unknown name."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as fault:
@@ -41,11 +43,9 @@ def tcp_address(host: str, port: int | str) -> str:
 
 
 def advertised_host(bound: str, advertise_host: str | None) -> str:
-    """Return the host that others dial to reach a socket bound to the address `bound`.
-
-    It is `advertise_host` if given, loopback if all interfaces are bound, else `bound`. Raises
-    ValueError if `bound` is needed but is not an IP address.
-    """
+    """Return the host at which peers reach a socket that is bound to the address `bound`. Returns
+    `advertise_host` if given, loopback if `bound` stands for all interfaces, else `bound`. Raises
+    ValueError if `bound` is needed but is not an IP address."""
     if advertise_host is not None:
         return advertise_host
     address = ipaddress.ip_address(bound)
@@ -55,11 +55,9 @@ def advertised_host(bound: str, advertise_host: str | None) -> str:
 
 
 def own_host(host: str | None, advertise_host: str | None) -> str:
-    """Return the host at which others reach this machine, whose coordinator listens at `host`.
-
-    It is `advertise_host` if given, else loopback if no coordinator listens on TCP (`host` None),
-    else `advertised_host` of an IP address, or the name `host` itself.
-    """
+    """Return the host at which peers reach this machine, whose coordinator listens at `host`.
+    Returns `advertise_host` if given, or loopback if `host` is None, because the coordinator then
+    does not use TCP. Otherwise returns `host`, or loopback if `host` stands for all interfaces."""
     if host is None or advertise_host is not None:
         return advertise_host or LOOPBACK
     try:
@@ -99,7 +97,7 @@ def require_free_address(host: str, port: int) -> None:
 
 
 def address_error(host: str, port: int, fault: Exception) -> ConfigError:
-    """Return the error for an address at which a server cannot listen because of `fault`."""
+    """Return the error for an address at which `fault` keeps a server from listening."""
     return ConfigError(
         f"host={host!r}, port={port} is not a free address: {fault}; choose another, or "
         "port=0, which takes a free one"

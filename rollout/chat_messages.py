@@ -1,7 +1,7 @@
 """Converts chat messages of clients and data sets to the form that chat templates expect.
 
 Used by `rollout.serve.openai.chat_template`, `trainer_hooks.prompts.rows` and
-`trainer_hooks.environments.chat_session`. Pure functions.
+`trainer_hooks.environments.chat_session`. Nothing is changed in place.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _MAX_SHOWN = 60  # characters of a refused value
 def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> dict[str, Any]:
     """Return a message as chat templates expect it.
 
-    Keys with null values are left out. Content in parts becomes one text, unless `reads_parts` says
-    that the template reads parts. Arguments of tool calls that are JSON text become JSON values.
-    Raises ValueError for a message without a role, and for content that is not text.
+    Keys with null values are left out. Content in parts becomes one text, unless `reads_parts` is
+    set because the template reads parts. Arguments of tool calls that are JSON text become JSON
+    values. Raises ValueError for a message without a role, and for content that is not text.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
@@ -57,15 +57,14 @@ def _text_of(part: Any) -> str:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a tool call with its arguments parsed, if they are JSON text; "" becomes {}. Any other
-    call is returned unchanged."""
+    """Return a tool call whose arguments are parsed if they are JSON text; "" becomes {}."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
-        return call  # the template writes the text
+        return call  # the template then shows the text
     return {**call, "function": {**function, "arguments": arguments}}
 
 

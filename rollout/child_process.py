@@ -1,14 +1,13 @@
-"""ChildProcess: runs `python -m MODULE --child`. The child gets its arguments from its parent and
-ends when the parent ends.
+"""ChildProcess: runs `python -m MODULE --child` as a child that ends with its parent.
 
-The child's stdin is a socket in both directions. The parent sends pickled arguments; the child
-answers when it is ready, or sends the error that keeps it from starting. Unlike a process of
-multiprocessing, the child imports the parent's main module only if the arguments need it: importing
-may take seconds, and a main module without the guard `if __name__ == "__main__":` would run.
+The child's stdin is a socket in both directions. The parent sends pickled arguments. The child
+answers when it is ready, or sends the error that keeps it from starting. The child imports the
+parent's main module only if the arguments need it. A process of multiprocessing always imports it,
+which takes time and runs a main module without the guard `if __name__ == "__main__":`.
 
-Used, as parents, by `rollout.launch` (engines and coordinators), `rollout.tensor_parallel` (ranks),
+Parents are `rollout.launch` (engines and coordinators), `rollout.tensor_parallel` (ranks),
 `rollout.serve.control.process_group` (weight receivers), `trainer_hooks.rewards.processes` and GPU
-benchmarks. The modules that they start call `run_child`.
+benchmarks. The modules that they start, such as `rollout.apis.engine_process`, call `run_child`.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ _NO_CHANGES: Mapping[str, str] = MappingProxyType({})
 
 def pickled(value: Any, what: str) -> bytes:
     """Return `value` pickled, as an argument for `ChildProcess.send`. Tensors are copied. Raises
-    ConfigError, which names the value by the text `what`, if it cannot be pickled."""
+    ConfigError, in which `what` names the value, if the value cannot be pickled."""
     try:
         return pickle.dumps(value)
-    except Exception as error:  # whatever the objects of users raise
+    except Exception as error:  # objects of users may raise anything
         raise ConfigError(f"{what} cannot be sent to another process: {error}") from error
 
 
 class ChildProcess:
-    """A child process, started by the constructor. The parent calls `send` once, then `receive`
-    once. `pipe` is the parent's end of the connection, for later messages."""
+    """A child process, which the constructor starts. The parent calls `send` once and then
+    `receive` once. `pipe` is the parent's end of the connection, for later messages."""
 
     def __init__(self, module: str, environment: Mapping[str, str] = _NO_CHANGES) -> None:
-        """Start the child. `environment`: variables that differ from this process's environment.
-        Raises ConfigError if the system refuses another process or file, and RuntimeError in a
-        child whose parent's main module has no guard."""
+        """Start the child with the variables of `environment` added to this process's environment.
+        Raises ConfigError if the system refuses another process or file. Raises RuntimeError if
+        this process is a child whose parent's main module has no guard."""
         self._preparation = get_preparation_data(module)
         self._preparation["authkey"] = bytes(self._preparation["authkey"])  # which pickle refuses
         # The child must find the modules of this process; it restores the variable.
@@ -71,8 +70,8 @@ class ChildProcess:
         self.name = f"process {self.pid} ({module})"
 
     def send(self, *arguments: bytes) -> None:
-        """Send the arguments, each made by `pickled`. If they are large, wait until the child has
-        imported its module and reads them. Raises OSError if the child has ended."""
+        """Send the arguments, each created by `pickled`. Raises OSError if the child has ended.
+        With large arguments it waits until the child reads them, after the import of its module."""
         preparation = self._preparation
         if not any(b"__main__" in argument for argument in arguments):
             preparation.pop("init_main_from_name", None)
@@ -82,8 +81,9 @@ class ChildProcess:
             self.pipe.send_bytes(argument)
 
     def receive(self, timeout_s: float) -> Any:
-        """Return the child's first answer, sent when it is ready. Raises the error that the child
-        sent instead, or ConfigError if it ended or did not answer within `timeout_s`."""
+        """Return the child's first answer, which it sends when it is ready. Raises the error that
+        the child sent instead. Raises ConfigError if the child ended, or did not answer within
+        `timeout_s`."""
         if not self.pipe.poll(timeout_s):
             raise ConfigError(f"{self.name} did not start within {timeout_s:g} s")
         try:
@@ -98,7 +98,8 @@ class ChildProcess:
         return answer
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the child's end and return its exit code. Raises subprocess.TimeoutExpired."""
+        """Wait for the child's end and return its exit code. Raises subprocess.TimeoutExpired after
+        `timeout_s`."""
         return self._process.wait(timeout_s)
 
     def terminate(self) -> None:
@@ -111,7 +112,7 @@ class ChildProcess:
 
 
 def end_of(exit_code: int) -> str:
-    """Return an exit code of `ChildProcess.wait` as text: the number, or the signal's name."""
+    """Return an exit code of `ChildProcess.wait` as text, such as "exit code 1" or "SIGKILL"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):
@@ -121,7 +122,8 @@ def end_of(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """Block SIGINT in this thread and in processes that it starts: their parent handles Ctrl-C."""
+    """Block SIGINT in this thread and in the processes that it starts in the block."""
+    # The parent alone handles Ctrl-C, and ends its children.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -133,11 +135,11 @@ def _no_interrupt() -> Iterator[None]:
 
 
 def run_child(work: Callable[..., object]) -> None:
-    """Call `work` with the pipe to the parent and the arguments that the parent sent. This is the
-    main function of a child. Replaces stdin and ignores SIGINT.
+    """Call `work` with the pipe to the parent and the arguments that the parent sent.
 
-    An exception is sent to the parent, if it still reads, and raised. Exits with 1 if the parent
-    ends before it has sent the arguments.
+    It is the main function of a child. It replaces stdin and ignores SIGINT. An exception is
+    raised, and sent to the parent if the parent still reads. Exits with 1 if the parent ends before
+    it has sent the arguments.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -160,8 +162,8 @@ def run_child(work: Callable[..., object]) -> None:
 
 
 def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
-    """Set sys.path as in the parent, and import its main module if the arguments need it. Restore
-    PYTHONPATH to the parent's value `path`; None removes it."""
+    """Set sys.path as in the parent, and import the parent's main module if the arguments need it.
+    Restores PYTHONPATH to the parent's value `path`; None removes the variable."""
     del os.environ[_PATH]
     if path is not None:
         os.environ[_PATH] = path
@@ -175,8 +177,8 @@ def _prepare(path: str | None, preparation: dict[str, Any]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """Start a thread that ends this process once its parent has ended, even by SIGKILL. It sends
-    SIGTERM, and exits 5 s later."""
+    """Start a thread that ends this process after its parent has ended, even by SIGKILL. The thread
+    sends SIGTERM to this process, and exits 5 s later."""
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -1,8 +1,8 @@
-"""InferenceConfig: all settings of an engine, checked when the config is made.
+"""InferenceConfig: all settings of an engine, checked when a config is created.
 
-Values that no device supports are refused here. Values that a particular device does not support
-are refused by `rollout.backends.select.create_backend`, once the device is known. Users make
-configs, and so do `rollout.apis`, the programs of `rollout.cli` and `trainer_hooks.train.job`.
+Users, `rollout.apis`, the programs of `rollout.cli` and `trainer_hooks.train.job` create configs.
+Values that no device supports are refused here. `rollout.backends.select.create_backend` refuses
+values that a particular device does not support.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ class PrefixCachingEvictionPolicy(str, Enum):
 class PrefixCachingCoordinatorPolicy(str, Enum):
     """How a coordinator chooses one of the engines that have room for a request.
 
-    LONGEST_PREFIX chooses the engine that was assigned the longest prefix of the prompt before,
-    FIRST_PREFIX_BLOCK the engine that was assigned its first block, ROUND_ROBIN each in turn.
-    LOAD_BALANCED chooses as LONGEST_PREFIX if that engine's load is not too high, else the least
-    loaded engine.
+    - LONGEST_PREFIX chooses the engine that earlier got the longest prefix of the prompt.
+    - FIRST_PREFIX_BLOCK chooses the engine that earlier got the first block of the prompt.
+    - ROUND_ROBIN chooses each engine in turn.
+    - LOAD_BALANCED chooses the engine of LONGEST_PREFIX, or the engine with the least load if that
+      engine's load is too high.
     """
 
     LONGEST_PREFIX = "longest_prefix"
@@ -101,8 +102,7 @@ _NamedPolicy = Annotated[
 _OF_REQUESTS = "num_tokens_to_generate, of SamplingParams and not of an engine,"
 _OF_FLEETS = "data_parallel_size, of LLM, AsyncLLM and rollout serve,"
 _POOL = "buffer_size_gb (the GiB of the KV pool)"
-# Settings of vLLM, SGLang and Megatron -> the setting here, for the error message of an unknown
-# keyword.
+# Settings of vLLM, SGLang and Megatron -> the setting here, for errors about unknown keywords.
 CONFIG_HINTS = {
     "max_model_len": "max_sequence_length",
     "context_length": "max_sequence_length",
@@ -144,84 +144,89 @@ CONFIG_HINTS = {
 class InferenceConfig:
     """Config of one engine. Raises ConfigError, naming field, value and remedy.
 
-    Enums accept their string values. Sizes whose names end in gb are in GiB.
+    Enum fields accept the string values of their members. Sizes whose names end in gb are in GiB.
 
-    block_size_tokens: tokens of a KV block, a power of two. None: 64 on a CPU, 256 on CUDA.
-    buffer_size_gb: memory of the KV pool. None: 20, a quarter of the memory, or what max_requests
-        full sequences need, whichever is least.
-    paused_buffer_size_gb: a request that finds no free block is paused and keeps its KV. Paused
-        requests that hold more than this together are preempted, newest first. None: the newest
-        request is preempted at once.
-    max_sequence_length: most tokens of prompt and output together. None: the model's number of
-        positions, or the capacity of the KV pool if that is less.
-    kv_cache_management_mode: treatment of the KV by suspend: persist, offload or recompute.
-    static_kv_memory_pointers: KV tensors keep their addresses across suspend and resume.
-    memory_kind: allocation of KV and weights. On a CPU: device, or reserved, which keeps
-        addresses. On CUDA: device; vmm, which keeps addresses; torch_memory_saver, a package that
-        also keeps addresses, and ends the process if CUDA has no memory; or unified, CUDA's unified
-        memory, which keeps addresses too: released KV and weights are copied to host memory, which
-        must have room for all of them, and back. auto: device if suspends keep the KV; else vmm on
-        CUDA, and on a CPU reserved if its addresses must stay, or device.
+    block_size_tokens: tokens of a KV block, a power of two. None means 64 on a CPU, 256 on CUDA.
+    buffer_size_gb: memory of the KV pool. None means the least of 20, a quarter of the memory, and
+        what max_requests full sequences need.
+    paused_buffer_size_gb: a request that finds no free block is paused and keeps its KV. While
+        paused requests together hold more than this size, the newest of them is preempted. None
+        means that the newest request is preempted at once.
+    max_sequence_length: maximum number of tokens in prompt and output together. None means the
+        model's number of positions, or the capacity of the KV pool if that is less.
+    kv_cache_management_mode: what suspend does with the KV: persist, offload or recompute.
+    static_kv_memory_pointers: whether KV tensors keep their addresses across suspend and resume.
+    memory_kind: how KV and weights are allocated. On a CPU: device, or reserved, which keeps
+        addresses. On CUDA: device, or one of three kinds that keep addresses. vmm is CUDA's virtual
+        memory management. torch_memory_saver is a package, which ends the process if CUDA has no
+        memory. unified is CUDA's unified memory: released KV and weights are copied to host memory,
+        which must have room for all of them, and back. auto chooses device if suspends keep the KV.
+        Otherwise auto chooses vmm on CUDA, and on a CPU reserved if addresses must stay, else
+        device.
     unified_memory_level: 1 is the same as memory_kind="unified".
-    max_kv_staleness_versions: bound on the age of KV, in versions. After an update, requests with
-        older KV are prefilled again, and older blocks of the prefix index do not match. None: no
-        bound.
+    max_kv_staleness_versions: maximum age of KV, in versions. After an update, requests with older
+        KV are prefilled again, and older blocks of the prefix index do not match. None means no
+        maximum.
 
-    max_requests: most requests that run at once. None: 1024, or fewer where the pool is small.
-    max_tokens: most tokens of one step. None: 16384.
-    enable_chunked_prefill: long prompts are prefilled in pieces, beside rows that decode.
+    max_requests: maximum number of requests that run at once. None means 1024, or fewer if the pool
+        is small.
+    max_tokens: maximum number of tokens in one step. None means 16384.
+    enable_chunked_prefill: whether long prompts are prefilled in pieces, beside rows that decode.
     schedule_conservativeness: fraction of the running requests' expected growth that admission
-        keeps free, from 0.0 to 1.0. None: 1.0, or 0.0 if paused_buffer_size_gb is given.
+        keeps free. 1.0 keeps all of it free, and a larger number keeps more. None means 1.0, or 0.0
+        if paused_buffer_size_gb is given.
     materialize_only_last_token_logits: False lets requests ask for prompt log-probs.
-    seed: the seed from which requests without a seed derive theirs. None: each engine draws its own
-        from the system, and logs it; `LLM.seed` returns it.
-    deterministic: tokens and log-probs are bitwise equal however requests are scheduled. Supported
-        on a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere. Attention is
-        slower.
+    seed: the seed from which requests without a seed derive theirs. None lets each engine draw and
+        log its own seed, which `LLM.seed` returns.
+    deterministic: makes tokens and log-probs bitwise equal for every scheduling of the requests.
+        Supported on a CPU with compiled kernels, in float32 and bfloat16; refused elsewhere.
+        Attention is slower.
 
-    enable_prefix_caching: requests share the KV of common prefixes.
+    enable_prefix_caching: whether requests share the KV of common prefixes.
     prefix_caching_eviction_policy: ref_zero drops a block with its last user, lru when its space is
         needed.
     prefix_caching_coordinator_policy: how a coordinator chooses engines: a member, the name of a
         registered policy, or "package.module:Class".
-    prefix_reuse_across_versions: a prefix written under older weights may be used.
+    prefix_reuse_across_versions: whether a prefix written under older weights may be used.
 
-    device: auto, cpu, cuda or cuda:N. With auto and cuda, each engine of a fleet gets a visible
-        device of its own; with cuda:N all engines get that device.
+    device: auto, cpu, cuda or cuda:N. With auto and cuda, each engine of a fleet gets its own
+        visible device; with cuda:N all engines get that device.
     dtype: dtype of weights and KV: auto, float32, bfloat16 or float16.
-    num_threads: threads of torch and of the compiled kernels. None: torch's number.
-    num_cuda_graphs: most step shapes that are captured, up to half of them for steps that also
-        prefill; 0 captures none. None: no bound on decode steps, whose sizes are 16 rows apart.
-        Steps that score prompts have up to four more shapes, captured when they are first needed.
-    cuda_graph_mixed_prefill_count: captured shapes of steps that also prefill. None: 16.
+    num_threads: threads of torch and of the compiled kernels. None means torch's number.
+    num_cuda_graphs: maximum number of captured step shapes, up to half of them for steps that also
+        prefill; 0 captures none. None sets no maximum for decode steps, whose sizes are 16 rows
+        apart. Steps that score prompts have up to four more shapes, captured when they are first
+        needed.
+    cuda_graph_mixed_prefill_count: number of captured shapes of steps that also prefill. None means
+        16.
     use_cuda_graphs_for_non_decode_steps: False captures decode steps only.
-    use_flashinfer_fused_rope: True is refused; the engine has a fused kernel of its own.
+    use_flashinfer_fused_rope: True is refused, because the engine has its own fused kernel.
     tensor_parallel_size: the number of processes that run the engine together, each with a part of
-        every layer; the sizes above are totals of all processes. See docs/tensor_parallel.md.
-    tensor_parallel_timeout_s: seconds for which the ranks wait for each other before the engine
-        ends.
+        every layer. The sizes above are totals of all processes. See docs/tensor_parallel.md.
+    tensor_parallel_timeout_s: seconds that the ranks wait for each other before the engine ends.
     tensor_parallel_start_timeout_s: seconds in which the ranks must load the model and, with
         pg_collection, call a method that another rank has called.
     pg_collection: process groups of a trainer. The processes of its group `tp` are the ranks of the
-        engine; each of them makes an LLM and calls the same methods.
+        engine. Each of them creates an LLM and calls the same methods.
 
-    engine: the engine that runs the model: rollout, the one of this package, or one that another
+    engine: the engine that runs the model: rollout, which is this package's, or one that another
         package offers (entry points `rollout.engines`), such as vllm. Another engine refuses the
-        fields here that it cannot follow, by name.
-    engine_options: options of that other engine, by its own names; {} for "rollout".
+        fields here that it does not support, by name.
+    engine_options: options of another engine, by that engine's names; {} for "rollout".
 
-    mamba_memory_ratio: refused; models with recurrent states are not served yet.
-    mamba_inference_state_config: refused, as above.
+    mamba_memory_ratio: refused, because models with recurrent states are not served yet.
+    mamba_inference_state_config: refused for the same reason.
 
-    reject_non_finite_weights: an update with NaN or infinity is refused.
+    reject_non_finite_weights: whether an update with NaN or infinity is refused.
 
-    record_routing: requests record the experts of a mixture that computed their tokens
-        (`routing_indices`).
-    track_paused_request_events: requests get a PAUSE event whenever they are paused.
-    track_generated_token_events: requests get an event for each token.
+    record_routing: whether requests record the experts that computed their tokens
+        (`routing_indices`), in a mixture of experts.
+    track_paused_request_events: whether requests get a PAUSE event each time they are paused.
+    track_generated_token_events: whether requests get an event for each token.
     metrics_writer: an object with `log(metrics)`: wandb, a wandb run or a MetricsLogger.
-    logging_step_interval: steps between two writes of step metrics to it; 0 writes none.
-    request_metadata_types: refused unless None; tracked metadata is fixed, see
+    logging_step_interval: steps between two reports of step metrics to metrics_writer; 0 reports
+        none.
+    request_metadata_types: refused unless None. The tracked metadata is fixed, see
         DynamicInferenceRequest.get_metadata_types.
     """
 
@@ -290,7 +295,7 @@ class InferenceConfig:
     )
 
     def __post_init__(self) -> None:
-        # Compared by name, because a config is made without importing torch.
+        # The type is compared by name, because a config is created without importing torch.
         if str(type(self.device)) == "<class 'torch.device'>":
             object.__setattr__(self, "device", str(self.device))
         check_fields(self, ConfigError)
@@ -298,7 +303,7 @@ class InferenceConfig:
         self._check_pairs()
 
     def _check_pg_collection(self) -> None:
-        """Raise ConfigError if pg_collection has no group `tp`, or one of another size than
+        """Raise ConfigError if pg_collection has no group `tp`, or if the group's size contradicts
         `tensor_parallel_size`."""
         if self.pg_collection is None:
             return
@@ -316,7 +321,7 @@ class InferenceConfig:
             )
 
     def _check_pairs(self) -> None:
-        """Raise ConfigError for fields that contradict each other or would be ignored."""
+        """Raise ConfigError for fields that contradict each other or have no effect."""
         mode = self.kv_cache_management_mode
         if self.unified_memory_level and self.memory_kind not in ("auto", UNIFIED):
             raise ConfigError(
@@ -365,11 +370,11 @@ class InferenceConfig:
                 )
 
     def replace(self, **changes: Any) -> InferenceConfig:
-        """Return a copy with `changes`, checked again."""
+        """Return a copy with `changes`, which is checked again."""
         return dataclasses.replace(self, **changes)
 
 
-# Fields of which only the default is supported, with the reason.
+# Fields whose default is the only supported value, with the reason.
 _NOT_BUILT = {
     "mamba_memory_ratio": "only dense attention models are served",
     "mamba_inference_state_config": "only dense attention models are served",
@@ -382,7 +387,7 @@ def _default(name: str) -> Any:
 
 
 def as_enum(name: str, kind: type[_E], value: object) -> _E:
-    """Return the member of enum `kind` that `value` is, or whose value it is. Raises ConfigError,
-    naming the argument `name`, for any other value."""
+    """Return the member of the enum `kind` that `value` is, or whose value it is. Raises
+    ConfigError, naming the argument `name`, for any other value."""
     member: _E = check_value(name, value, kind, ConfigError)
     return member

@@ -1,8 +1,8 @@
 """deferred_signals: a `with` block that defers signals, such as Ctrl-C, to its end.
 
 Used by `rollout.engine.guard`, `rollout.apis.llm` and `rollout.apis.in_process` around calls that
-change an engine's state, which a handler's exception halfway would break. Replaces the process's
-signal handlers within the block.
+change an engine's state. The exception of a signal handler would stop such a call halfway. Within
+the block, the process's signal handlers are replaced.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 
-# The functions of `signal` look numbers up in enums, which would make a step longer.
+# The functions of `signal` look numbers up in enums, which costs time in each step.
 from _signal import getsignal
 from _signal import signal as set_handler
 from collections.abc import Callable
@@ -28,11 +28,8 @@ _NUMBERS = tuple(
 
 class deferred_signals:  # a context manager, used as a function
     """Run the Python handler of a signal at the end of the block. A second signal is handled at
-    once, so that Ctrl-C twice interrupts a block that hangs.
-
-    Does nothing in other threads, since Python runs handlers in the main thread only. Blocks may be
-    nested.
-    """
+    once, so that Ctrl-C twice interrupts a block that hangs. Does nothing outside the main thread,
+    because Python runs signal handlers only there. Blocks may be nested."""
 
     __slots__ = ("_handlers", "_waiting")
 

@@ -1,30 +1,31 @@
 """The exceptions of all packages, and their encoding as messages between processes.
 
-`rollout.coordinator`, `rollout.launch`, `rollout.parallel`, `rollout.tensor_parallel`,
-`rollout.serve.control` and `rollout.requests.event` encode and decode errors.
+All packages raise them. `rollout.coordinator`, `rollout.launch`, `rollout.parallel`,
+`rollout.tensor_parallel`, `rollout.serve.control`, `rollout.requests.event`,
+`rollout.child_process` and `rollout.apis` encode or decode them.
 
-RolloutError
-├── ConfigError (ValueError)            a configuration that cannot work
-├── InvalidRequestError (ValueError)    a malformed request, refused before anything is queued
-├── EventPayloadError (ValueError)      a payload that the event's type does not take
-├── EngineStateError                    a call that the engine's state does not allow
-├── WeightUpdateError                   a weight update that was refused or rolled back
-├── ModelError                          an unknown model type, or a checkpoint that does not fit
-├── NonFiniteLogitsError                NaN or infinity where a token had to be sampled
-├── DetokenizeError                     the tokenizer raised on tokens of a request
-├── ProtocolError                       a message that cannot be understood
-├── LockstepError                       a rank of one engine died, timed out or diverged
-├── IntegrityError                      parts of an engine contradict each other, by a bug
-├── CoordinatorLostError                the coordinator of a fleet does not answer
-├── ClientStateError                    a client that is not started, or has ended
-├── RequestAbortedError                 the request was aborted before its end
-├── ContextOverflowError                a request that the context cannot take, now or ever
-│   ├── RequestOverflowError            no row left
-│   ├── TokenOverflowError              no token left in the step
-│   ├── BlockOverflowError              no KV block left
-│   ├── TokenLimitClamped               fewer tokens will be generated than were asked for
-│   └── MaxSequenceLengthOverflowError  longer than any sequence may be; never transient
-└── RemoteError                         an error of another process whose type is unknown here
+    RolloutError
+    ├── ConfigError (ValueError)            a configuration that cannot work
+    ├── InvalidRequestError (ValueError)    a malformed request, refused before anything is queued
+    ├── EventPayloadError (ValueError)      a payload that the event's type does not take
+    ├── EngineStateError                    a call that the engine's state does not allow
+    ├── WeightUpdateError                   a weight update that was refused or rolled back
+    ├── ModelError                          an unknown model type, or a checkpoint that does not fit
+    ├── NonFiniteLogitsError                NaN or infinity in logits to be sampled
+    ├── DetokenizeError                     the tokenizer raised on tokens of a request
+    ├── ProtocolError                       a message that cannot be understood
+    ├── LockstepError                       a rank of one engine died, timed out or diverged
+    ├── IntegrityError                      parts of an engine contradict each other, by a bug
+    ├── CoordinatorLostError                the coordinator of a fleet does not answer
+    ├── ClientStateError                    a client that is not started, or has ended
+    ├── RequestAbortedError                 the request was aborted before its end
+    ├── ContextOverflowError                a request that does not fit the engine, now or ever
+    │   ├── RequestOverflowError            no row left
+    │   ├── TokenOverflowError              no token left in the step
+    │   ├── BlockOverflowError              no KV block left
+    │   ├── TokenLimitClamped               fewer new tokens than the request asked for
+    │   └── MaxSequenceLengthOverflowError  longer than any sequence may be; never transient
+    └── RemoteError                         an error of another process whose type is unknown here
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from typing import Any
 
 
 class RolloutError(Exception):
-    """Base of all errors here. `is_transient`: the same call or request may succeed later."""
+    """Base of all errors here. `is_transient` is whether the same call or request may succeed
+    later."""
 
     is_transient: bool = False
 
 
 class ConfigError(RolloutError, ValueError):
-    """A configuration that cannot work. The message names the values and the legal ones."""
+    """A configuration that cannot work. The message names the given values and the legal ones."""
 
 
 class InvalidRequestError(RolloutError, ValueError):
@@ -49,7 +51,7 @@ class InvalidRequestError(RolloutError, ValueError):
 
 
 class EventPayloadError(RolloutError, ValueError):
-    """An event was made with a payload that its type does not take."""
+    """An event was created with a payload that its type does not take."""
 
 
 class EngineStateError(RolloutError):
@@ -57,7 +59,8 @@ class EngineStateError(RolloutError):
 
 
 class WeightUpdateError(RolloutError):
-    """A weight update was refused or rolled back; weights and version are as before it."""
+    """A weight update was refused or rolled back. Unless the rollback failed too, weights and
+    version are as before."""
 
 
 class ModelError(RolloutError):
@@ -65,7 +68,7 @@ class ModelError(RolloutError):
 
 
 class NonFiniteLogitsError(RolloutError):
-    """A token had to be sampled from logits holding NaN or infinity."""
+    """The logits of a token to be sampled contain NaN or infinity."""
 
 
 class DetokenizeError(RolloutError):
@@ -81,7 +84,8 @@ class LockstepError(RolloutError):
 
 
 class IntegrityError(RolloutError):
-    """Parts of an engine contradict each other, by a bug. The message lists what does not hold."""
+    """Parts of an engine contradict each other, by a bug. The message lists the violated
+    invariants."""
 
 
 class CoordinatorLostError(RolloutError):
@@ -95,11 +99,11 @@ class ClientStateError(RolloutError):
 
 
 class RequestAbortedError(RolloutError):
-    """The request was aborted before its end; its record has the tokens so far."""
+    """The request was aborted before its end. Its record has the tokens so far."""
 
 
 class ContextOverflowError(RolloutError):
-    """Request `request_id` does not fit. `message`: the reason; None if unknown."""
+    """Request `request_id` does not fit. `message` is the reason; None if unknown."""
 
     def __init__(
         self, request_id: int | None, message: str | None = None, *, is_transient: bool = True
@@ -119,11 +123,11 @@ class RequestOverflowError(ContextOverflowError):
 
 
 class TokenOverflowError(ContextOverflowError):
-    """The tokens of one step do not suffice."""
+    """The request needs more tokens than one step has."""
 
 
 class BlockOverflowError(ContextOverflowError):
-    """No KV block is left, or (not transient) the whole pool is too small."""
+    """No KV block is left. The error is not transient if the whole pool is too small."""
 
 
 class TokenLimitClamped(ContextOverflowError):
@@ -131,7 +135,8 @@ class TokenLimitClamped(ContextOverflowError):
 
 
 class MaxSequenceLengthOverflowError(ContextOverflowError):
-    """Longer than any sequence may be: never transient, whatever `is_transient` says."""
+    """The request is longer than any sequence may be. Never transient; `is_transient` is
+    ignored."""
 
     def __init__(
         self, request_id: int | None, message: str | None = None, *, is_transient: bool = False
@@ -140,7 +145,8 @@ class MaxSequenceLengthOverflowError(ContextOverflowError):
 
 
 class RemoteError(RolloutError):
-    """An error of another process whose type is unknown here. `type_name`: its type there."""
+    """An error of another process whose type is unknown here. `type_name` is the type's name
+    there."""
 
     def __init__(self, type_name: str, message: str, *, is_transient: bool = False) -> None:
         super().__init__(type_name, message)
@@ -166,17 +172,14 @@ _ERROR_TYPES: Mapping[str, type[RolloutError]] = MappingProxyType(
 
 
 def utf8_text(text: str) -> str:
-    """Return `text` with lone surrogates escaped: UTF-8 cannot encode them, and file names may have
-    them."""
+    """Return `text` with lone surrogates escaped, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[str, Any]:
-    """Return `error` as type name, message and transient flag, for the wire.
-
-    `is_transient`: the flag for errors without one of their own. A ContextOverflowError also keeps
-    its `request_id`; a RemoteError keeps its original type name.
-    """
+    """Return `error` as type name, message and transient flag, for messages between processes.
+    `is_transient` is the flag for errors that are not RolloutErrors. A ContextOverflowError also
+    keeps its `request_id`, and a RemoteError keeps its original type name."""
     encoded: dict[str, Any] = {
         "type": type(error).__name__,
         "message": str(error),
@@ -192,10 +195,8 @@ def encode_error(error: BaseException, *, is_transient: bool = False) -> dict[st
 
 
 def decode_error(encoded: Mapping[str, Any]) -> RolloutError:
-    """Return the error that `encode_error` wrote; a type not in our tree becomes a RemoteError.
-
-    Raises ProtocolError if type, message or flag are missing.
-    """
+    """Return the error that `encode_error` encoded. An unknown type becomes a RemoteError. Raises
+    ProtocolError if type, message or flag are missing."""
     try:
         type_name, message = encoded["type"], encoded["message"]
         is_transient = bool(encoded["is_transient"])

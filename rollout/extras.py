@@ -1,6 +1,7 @@
-"""extra_needed: turns a missing optional package into an error that names the extra it is in.
+"""extra_needed: names the extra to install when an optional package is missing.
 
-Used wherever the package `rollout` or `trainer_hooks` imports what its base dependencies lack.
+Used by `rollout` (LLM, serving, text, `rollout.cli`) and `trainer_hooks` around imports of packages
+that are not base dependencies.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from contextlib import contextmanager
 
 from rollout.errors import ConfigError
 
-# Extra of pyproject.toml -> the command that installs its packages. The name of this distribution
-# belongs to somebody else on PyPI, so no command has it.
+# Extra of pyproject.toml -> the command that installs its packages. On PyPI another project has
+# the name of this distribution, so no command contains it.
 INSTALL = {
     "figure": "pip install matplotlib (extra 'figure')",
     "hf": "pip install transformers jinja2 (extra 'hf')",
@@ -23,11 +24,9 @@ _OWN = ("rollout", "trainer_hooks")
 
 @contextmanager
 def extra_needed(extra: str, what: str) -> Iterator[None]:
-    """Raise ConfigError if an import inside fails because a package of `extra` is missing.
-
-    `what` needs the package, and begins the message. A missing module of ours is a bug: its error
-    is left as it is.
-    """
+    """Raise ConfigError if an import in the block fails because a package of `extra` is missing.
+    The message begins with `what`, the feature that needs the package. A missing module of
+    `rollout` or `trainer_hooks` is a bug, so its error is raised unchanged."""
     try:
         yield
     except ModuleNotFoundError as error:

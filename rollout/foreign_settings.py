@@ -1,4 +1,4 @@
-"""Checks of other projects' config objects (TRL, verl) whose settings are translated to ours.
+"""Checks config objects of TRL and verl whose settings are translated to ours.
 
 Used by `trainer_hooks.trl_settings` and `rollout_verl.fields`.
 """
@@ -13,8 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class RefusedSetting:
-    """A setting that an engine cannot honour. `neutral`: values that, like None, have no effect.
-    `remedy`: advice for the error message."""
+    """A setting that an engine cannot honour.
+
+    neutral: values that, like None, have no effect.
+    remedy: advice for the error message.
+    """
 
     neutral: tuple[Any, ...]
     remedy: str
@@ -26,10 +29,8 @@ class RefusedSetting:
 
 def unknown_changes(config: Any, known: Container[str]) -> list[str]:
     """Return the names of `config`'s fields that are neither in `known` nor at their defaults.
-
-    Such fields come with newer versions of the other project. Returns [] unless `config` is a
-    dataclass instance.
-    """
+    Newer versions of the other project add such fields. Returns [] unless `config` is a dataclass
+    instance."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [
         field.name

@@ -2,7 +2,7 @@
 
 Used by `rollout.engine.input_processor` and `rollout.scheduling.stopping` (StopStrings),
 `rollout.apis.streaming`, `rollout.coordinator.client.pending_requests`, `rollout.serve.samples`,
-`rollout.serve.openai` and `trainer_hooks.rewards.scoring`. `add_text` changes the record it gets.
+`rollout.serve.openai` and `trainer_hooks.rewards.scoring`. `add_text` changes the given record.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ _logger = logging.getLogger(__name__)
 
 
 class StopStrings:
-    """Finds stop strings in the text of one request's tokens, as they are generated.
-
-    It keeps the end of the text so far; the work per token does not grow with the text.
-    """
+    """Finds stop strings in the text of one request's tokens while they are generated. It keeps the
+    end of the text so far. The work per token does not grow with the text."""
 
     def __init__(self, tokenizer: Tokenizer, words: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         self._words = tuple(words)
         self._num_kept = max(map(len, words)) - 1
-        self._tail = ""  # the last characters, in which a stop string may have begun
+        self._tail = ""  # the last characters, where a stop string may have begun
         self._num_read = 0
 
     def word_at_end(self, tokens: Sequence[int], start: int) -> str | None:
         """Return the stop string that the last token completes in the text of `tokens[start:]`.
 
-        If it completes several, return the one that begins first; if it completes none, None.
-        start: number of prompt tokens. Each call must give the tokens of the call before and at
-        least one more. Raises DetokenizeError.
+        Returns the one that begins first if the token completes several, and None if it completes
+        none. `start` is the number of prompt tokens. Each call must pass the tokens of the previous
+        call and at least one more. Raises DetokenizeError if the tokenizer cannot decode the
+        tokens.
         """
         detokenizer = self._detokenizer
         if detokenizer is None:
@@ -60,11 +59,11 @@ class StopStrings:
 
 
 class StreamedText:
-    """Streams the text of one request's tokens, and holds back text that may begin a stop word. A
-    stop word is found in the text, and by its own ids, which may decode to another text. The text
-    ends before a stop, and where the tokenizer raises.
+    """Streams the text of one request's tokens, and holds back text that may begin a stop word.
 
-    prompt: the ids before the tokens.
+    A stop word is found in the text, and also by its token ids, which may decode to another text.
+    The streamed text ends before a stop, or where the tokenizer raises. `prompt` has the ids before
+    the generated tokens.
     """
 
     def __init__(
@@ -82,13 +81,13 @@ class StreamedText:
         self._has_ended = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Add tokens and return the new text that belongs to no stop word, possibly ""."""
+        """Add tokens. Returns the new text that cannot belong to a stop word, possibly ""."""
         shown = "".join(self._push_one(token_id) for token_id in ids)
         self._num_shown += len(shown)
         return shown
 
     def finish(self, generated_text: str | None) -> str:
-        """Return the part of `generated_text`, the whole text, that `push` did not return yet."""
+        """Return the part of `generated_text`, the whole text, that `push` has not returned."""
         return (generated_text or "")[self._num_shown :]
 
     def _push_one(self, token_id: int) -> str:
@@ -117,31 +116,30 @@ class StreamedText:
         return text[:end]
 
     def _num_clear(self, text: str) -> int:
-        """Return the number of first characters of `text` that cannot belong to a stop word."""
+        """Return the number of leading characters of `text` that cannot belong to a stop word."""
         begun_at = self._word_matches.first_start()
         num_clear = len(text) - self._num_undecided(text)
         return num_clear if begun_at is None else min(num_clear, begun_at - self._num_decided)
 
     def _num_undecided(self, text: str) -> int:
-        """Return the number of last characters of `text` that may begin a stop string."""
+        """Return the number of trailing characters of `text` that may begin a stop string."""
         longest = max(map(len, self._words), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
         return next((n for n in sizes if any(w.startswith(text[-n:]) for w in self._words)), 0)
 
 
 class TextOffsets:
-    """Computes the offsets of generated tokens in the generated text, in characters. A token that
-    completes a character has the offset of that character.
-
-    start: offset of the first token. Without a tokenizer every token has the offset `start`.
-    """
+    """Computes where each generated token begins in the generated text, in characters. A character
+    that several tokens form begins where the first of these tokens begins. `start` is the offset of
+    the first token. Without a tokenizer every token has the offset `start`."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
         self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)
         self._end = start
 
     def push(self, ids: Iterable[int]) -> list[int]:
-        """Add tokens and return their offsets. Raises DetokenizeError."""
+        """Add tokens and return their offsets. Raises DetokenizeError if a token cannot be
+        decoded."""
         offsets = []
         for token_id in ids:
             offsets.append(self._end)
@@ -159,8 +157,8 @@ class _WordMatches:
         self._begun: list[tuple[tuple[int, ...], int, int]] = []  # word, number of ids found, start
 
     def push(self, token_id: int, text_start: int) -> int | None:
-        """Add an id whose text begins at `text_start`. Return the start of the longest word that it
-        completes; None if it completes none."""
+        """Add an id whose text begins at `text_start`. Returns the start of the longest word that
+        the id completes; None if it completes no word."""
         tried = [*self._begun, *((word, 0, text_start) for word in self._words)]
         found = [(word, n + 1, start) for word, n, start in tried if word[n] == token_id]
         self._begun = [(word, n, start) for word, n, start in found if n < len(word)]
@@ -180,13 +178,13 @@ def generated_text(
     stop_word_ids: Sequence[Sequence[int]] = (),
     stop_token_ids: Sequence[int] = (),
 ) -> str:
-    """Return the text that generated tokens add to the prompt's text, without the stop at its end.
-    Pass the stop words, their ids and the stop tokens only if the request ended by a stop. Raises
-    DetokenizeError."""
+    """Return the text that generated tokens add to the prompt's text, without a stop at its end.
+    Pass stop words, their ids and stop tokens only if a stop ended the request. Raises
+    DetokenizeError if the tokenizer cannot decode the tokens."""
     decoded = _Decoded(tokenizer, prompt)
     text = decoded.text(tokens)
     if stop_words:
-        # Earlier tokens may contain stop words, too, within min_tokens.
+        # Earlier stop words did not end the request, because of min_tokens.
         num_before = complete_length(decoded.text(tokens[:-1]))
         found = _find_stop(text, stop_words, num_before)
         if found is not None:
@@ -208,9 +206,12 @@ def shown_text(
     stop_word_ids: Sequence[Sequence[int]] | None,
     sampling_params: Mapping[str, Any],
 ) -> str:
-    """Return the text of a finished request as its user gets it, without the stop at its end. The
-    stop stays if `detokenize_stop_sequence` is set. stop_word_ids: ids of each stop word.
-    sampling_params: as SamplingParams.serialize returns them. Raises DetokenizeError."""
+    """Return the text of a finished request as its user gets it, without the stop at its end.
+
+    The stop is kept if `detokenize_stop_sequence` is set. `stop_word_ids` has the ids of each stop
+    word. `sampling_params` is the result of SamplingParams.serialize. Raises DetokenizeError if the
+    tokenizer cannot decode the tokens.
+    """
     if finish_reason != "stop" or sampling_params.get("detokenize_stop_sequence"):
         return generated_text(tokenizer, tokens, prompt)
     return generated_text(
@@ -225,8 +226,8 @@ def shown_text(
 
 def _find_stop(text: str, words: Sequence[str], num_before: int) -> tuple[int, str] | None:
     """Return (start, word) of the first stop string that ends after the first `num_before`
-    characters, or None. At equal starts the first of `words` wins.
-    """
+    characters. Returns None if there is no such stop string. Of several with the same start, the
+    first of `words` is returned."""
     starts = (text.find(word, max(0, num_before - len(word) + 1)) for word in words)
     found = [(start, index) for index, start in enumerate(starts) if start >= 0]
     if not found:
@@ -272,10 +273,10 @@ def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
 def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None) -> None:
     """Set `generated_text` of a record's segments, so that `merge` joins them to the whole text.
 
-    The stop word or stop token is left out of the text, unless `detokenize_stop_sequence`; it stays
-    in the tokens. If the tokenizer raises, the segments get no text, and the error is added to the
-    record's events. Does nothing without a tokenizer, without sampling params, if the text is set
-    already, or if an earlier call failed.
+    The text lacks the stop word or stop token at its end, unless `detokenize_stop_sequence` is set.
+    The tokens include the stop. If the tokenizer raises, the segments get no text, and the error is
+    added to the record's events. Does nothing without a tokenizer or without sampling params, if
+    the text is already set, or if an earlier call failed.
     """
     segments, last = record.requests, record.current
     written = [s for s in segments if s.num_generated_tokens] or [last]

@@ -1,4 +1,4 @@
-"""Functions that read a JSON file whose content is an object, such as a model's config.json.
+"""Reads JSON files whose content is an object, such as a model's config.json.
 
 Used by `rollout.models.checkpoints.reader`, `rollout.text`, `rollout.serve.generation_config` and
 `rollout.cli.models`.

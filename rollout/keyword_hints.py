@@ -1,9 +1,8 @@
-"""Error texts and class decorators for settings given by an unknown name, a former name, or the
-name that another system uses.
+"""Error messages for settings with unknown names, and decorators that accept former names.
 
 Used by config classes (`rollout.config`, `rollout.sampling_params`, `rollout.serve.config`,
-`trainer_hooks.losses.config`, `trainer_hooks.update`) and by what reads settings by name
-(`rollout.cli`, `rollout.apis.arguments`, `trainer_hooks.train`).
+`trainer_hooks.losses.config`, `trainer_hooks.update`) and by modules that read settings by name
+(`rollout.cli`, `rollout.apis.arguments`, `rollout.apis.engines`, `trainer_hooks.train`).
 """
 
 from __future__ import annotations
@@ -34,24 +33,25 @@ def is_union(kind: Any) -> bool:
 def remedy_of_unknown(
     name: str, known: Iterable[str], otherwise: str, *, cutoff: float, prefix: str = ""
 ) -> str:
-    """Return the question whether the known name nearest to `name` is meant. Returns `otherwise` if
-    no name is near. `cutoff`: least similarity, from 0 to 1, as in difflib. `prefix`: text before
-    the known name."""
+    """Return "did you mean X?" with the known name that is most similar to `name`. Returns
+    `otherwise` if no name is similar enough. `cutoff` is the least similarity, from 0 to 1, as in
+    difflib. `prefix` is put before the known name."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {prefix}{nearest[0]}?" if nearest else otherwise
 
 
 def hint_of(name: str, value: Any, hints: Mapping[str, str]) -> str:
-    """Return the error message for the keyword `name`, which another system uses. `hints` maps such
-    keywords to ours, and has `name`."""
+    """Return the error message for `name`, a keyword of another system. `hints` maps such keywords
+    to ours, and contains `name`."""
     return f"{name}={value!r} is unknown; {name} is {hints[name]} here"
 
 
 def refuses_with_hints(
     hints: Mapping[str, str], error: type[Exception]
 ) -> Callable[[type[T]], type[T]]:
-    """Return a decorator of a dataclass. The constructor raises `error` with `hint_of` for keywords
-    that are keys of `hints`, and TypeError with the nearest field for other unknown keywords."""
+    """Return a decorator of dataclasses whose constructor explains unknown keywords. The
+    constructor raises `error` with `hint_of` for keywords in `hints`. For other unknown keywords it
+    raises TypeError with the most similar field."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__
@@ -75,7 +75,7 @@ def refuses_with_hints(
 
 def renamed_keywords(names: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
     """Return a class decorator that accepts keywords by their former names, with a warning. `names`
-    maps former names to today's. A call with both raises TypeError."""
+    maps former names to current names. A call with both names raises TypeError."""
 
     def decorate(kind: type[T]) -> type[T]:
         init = kind.__init__

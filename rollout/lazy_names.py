@@ -1,7 +1,7 @@
-"""lazy_names: makes a package import the module of each of its names at the name's first use.
+"""lazy_names: imports the module of an exported name when the name is first used.
 
-Used by the `__init__.py` of `rollout`, `rollout.apis`, `rollout.models`, `rollout.requests` and of
-`trainer_hooks` with several of its packages.
+Used by the `__init__.py` of `rollout`, `rollout.apis`, `rollout.models`, `rollout.requests`,
+`trainer_hooks` and packages in `trainer_hooks`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` and `__all__` for `package`. `homes` maps a module to its names,
-    separated by spaces. `__getattr__` also sets the name in the package. It knows the package's
-    own modules among `homes` too, as if each were imported with the package."""
+    """Return `__getattr__` and `__all__` for `package`.
+
+    `homes` maps a module to its names, separated by spaces. `__getattr__` imports the name's module
+    and also sets the name in the package. It also finds the modules of `homes` that belong to the
+    package, as if they were imported with it.
+    """
     home_of = {name: module for module, names in homes.items() for name in names.split()}
     inside = [home.removeprefix(f"{package}.") for home in homes if home.startswith(f"{package}.")]
     modules = {module.partition(".")[0] for module in inside}

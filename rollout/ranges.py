@@ -8,10 +8,12 @@
         def __post_init__(self) -> None:
             check_fields(self, ConfigError)
 
-Used by every config, by SamplingParams and by command line options, in `rollout` and
-`trainer_hooks`. A `bool`, a `Literal`, an enum and a dataclass are ranges by themselves. A field of
-any other type, such as a number or a text, needs one of the types below, or `Annotated[kind,
-range]`: `check_fields` raises TypeError for a dataclass with a field that declares no range.
+Used by config classes, SamplingParams and command line options in `rollout` and `trainer_hooks`,
+and by `rollout.wire`. `check_fields` writes converted values into the settings object.
+
+The types `bool`, Literal, enums and dataclasses are ranges by themselves. A field of another type,
+such as a number or a text, needs a type of this module, or `Annotated[kind, range]`. For a field
+without a range `check_fields` raises TypeError.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 MIN_INT64, MAX_INT64, MAX_UINT64 = -(2**63), 2**63 - 1, 2**64 - 1
-# 31 years. Beyond it timers of the system and of asyncio overflow.
+# 31 years. Timers of the system and of asyncio overflow above it.
 MAX_SECONDS = 1e9
 _MAX_SHOWN = 200  # characters of a refused value
 _MAX_SHOWN_BITS = 512  # of an integer; Python refuses to print very long ones
@@ -47,16 +49,18 @@ class ValueRange(Protocol):
         ...
 
     def text(self) -> str:
-        """Return the range in words, to follow "num_blocks=0 must be "."""
+        """Return the range in words, which follow "num_blocks=0 must be "."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Numbers from `low` to `high`, both included; never NaN or infinity.
+    """Numbers from `low` to `high`, both included, but never NaN or infinity.
 
     is_low_open, is_high_open: exclude the bound, in a field of type `float`.
-    unit: shown in the message. In a field of type `int` without a `high`, the highest is 2**63 - 1.
+    unit: the unit in the message.
+
+    In a field of type `int` without a `high`, the highest number is 2**63 - 1.
     """
 
     low: float
@@ -79,7 +83,6 @@ class Choices:
         return value
 
     def text(self) -> str:
-        """Return the list in words."""
         return f"one of {list(self.known)}"
 
 
@@ -90,7 +93,7 @@ class PowersOfTwo:
     high: int
 
     def take(self, value: Any, /) -> Any:
-        """Return `value` as an int. Raises Refused, with the nearest power."""
+        """Return `value` as an int. Raises Refused with the nearest power of two."""
         number = _as_int(value)
         if not 1 <= number <= self.high or number & (number - 1):
             nearest = 1 << round(math.log2(min(max(1, number), self.high)))
@@ -98,13 +101,12 @@ class PowersOfTwo:
         return number
 
     def text(self) -> str:
-        """Return the range in words."""
         return f"a power of two in [1, {self.high}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Strings, not empty unless `may_be_empty`. `meaning`: the range in words."""
+    """Strings, which are not empty unless `may_be_empty`. `meaning` is the range in words."""
 
     meaning: str = "a non-empty string"
     may_be_empty: bool = False
@@ -116,13 +118,12 @@ class Text:
         return value
 
     def text(self) -> str:
-        """Return `meaning`."""
         return self.meaning
 
 
 @dataclass(frozen=True, slots=True)
 class AnyValue:
-    """All values. `reason`: why there is no range, or where the value is checked."""
+    """All values. `reason` is why there is no range, or where the value is checked."""
 
     reason: str
 
@@ -131,7 +132,6 @@ class AnyValue:
         return value
 
     def text(self) -> str:
-        """Return the reason in words."""
         return f"anything: {self.reason}"
 
 
@@ -147,7 +147,7 @@ NonNegativeSeconds = Annotated[float, Interval(0.0, MAX_SECONDS, unit="s")]
 # The widest integers that msgpack can carry.
 Seed = Annotated[int, Interval(MIN_INT64, MAX_UINT64)]
 Name = Annotated[str, Text()]
-# Text that may be empty, such as text that is shown or put before a prompt.
+# Text that may be empty, such as a prefix of prompts.
 AnyText = Annotated[str, Text("a string", may_be_empty=True)]
 # Arguments of a function that the user names, and that checks them itself.
 Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that the user names")]]
@@ -156,9 +156,10 @@ Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that t
 def check_fields(settings: Any, error: type[Exception]) -> None:
     """Check all fields of a dataclass instance, and convert values to the fields' types.
 
-    An enum's value becomes its member, a NumPy number a Python number, and a list or tuple the type
-    of its field. Converted values are set in `settings`. Raises `error`, naming field, value and
-    range, for the first field outside of its range, and TypeError for a field without a range.
+    The value of an enum becomes its member, a NumPy number becomes a Python number, and a list or
+    tuple becomes the type of its field. Converted values are set in `settings`. Raises `error`,
+    naming field, value and range, for the first value outside of its range. Raises TypeError for a
+    field without a range.
     """
     kind: Any = type(settings)
     for name, value_range in ranges_of(kind).items():
@@ -170,9 +171,7 @@ def check_fields(settings: Any, error: type[Exception]) -> None:
 
 def check_value(name: str, value: Any, kind: Any, error: type[Exception]) -> Any:
     """Return the argument `value`, converted to `kind`, a type with a range such as PositiveInt.
-
-    Raises `error`, naming argument, value and range, for a value outside of the range.
-    """
+    Raises `error`, naming argument, value and range, for a value outside of the range."""
     return _taken(name, value, range_of(kind), error)
 
 
@@ -186,7 +185,8 @@ def _taken(name: str, value: Any, value_range: ValueRange, error: type[Exception
 
 @functools.cache
 def ranges_of(kind: type) -> Mapping[str, ValueRange]:
-    """Return the range of each field of a dataclass. Raises TypeError for a field without one."""
+    """Return the range of each field of a dataclass, by name. Raises TypeError for a field without
+    one."""
     hints = typing.get_type_hints(kind, include_extras=True)
     found = {}
     for field in dataclasses.fields(kind):
@@ -198,7 +198,7 @@ def ranges_of(kind: type) -> Mapping[str, ValueRange]:
 
 
 def range_of(kind: Any) -> ValueRange:
-    """Return the range that a type declares. Raises TypeError for a type without one."""
+    """Return the range that a type declares. Raises TypeError for a type without a range."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _annotated(*arguments)
@@ -359,7 +359,8 @@ class _Either:
 
 @dataclass(frozen=True, slots=True)
 class _Items:
-    """Lists or tuples of any length, with items of one range. Both become the type `kind`."""
+    """Lists or tuples of any length, with items of one range. A value is converted to the type
+    `kind`."""
 
     kind: type
     item: ValueRange
@@ -376,7 +377,7 @@ class _Items:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Tuples with one range per item. A list is accepted, too."""
+    """Tuples with one range per item. A list is converted to a tuple."""
 
     items: tuple[ValueRange, ...]
 
@@ -407,7 +408,7 @@ class _Table:
 
 
 def _as_int(value: Any) -> int:
-    """Return a Python or NumPy integer as an int. Raises Refused for other types and bools."""
+    """Return a Python or NumPy integer as an int. Raises Refused for other types and for bools."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise Refused
     return value if isinstance(value, int) else int(value)

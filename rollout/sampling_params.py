@@ -1,7 +1,7 @@
 """SamplingParams: how the tokens of one request are sampled, stopped and reported.
 
-Users make them for `generate` and `submit`, and `rollout.serve.sampling` from HTTP requests. The
-engine reads them from each request.
+Users, `rollout.cli`, `trainer_hooks` and `rollout_verl.settings` create them, and
+`rollout.serve.sampling` creates them from HTTP requests. The engine reads them from each request.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rollout.ranges import (
 )
 
 LOGPROBS_MODES = ("raw", "temperature", "processed")
-# Below it a float32 logit divided by the temperature may overflow. Sampling is greedy long before:
-# at 1e-5 a logit 1e-3 below the highest has a probability under e^-100.
+# A float32 logit divided by a lower temperature may overflow. Sampling at 1e-5 is already greedy: a
+# logit 1e-3 below the highest has a probability under e^-100.
 MIN_TEMPERATURE = 1e-5
-# A float32 holds it and, in full precision, its inverse. Sampling is uniform long before.
+# A float32 holds it and, in full precision, its inverse. Sampling at 1e37 is already uniform.
 MAX_TEMPERATURE = 1e37
 # Far above any vocabulary; fits the int32 arrays of token ids.
 _MAX_TOP_K = _MAX_TOKEN_ID = 2**31 - 1
@@ -43,14 +43,12 @@ class _Temperatures:
     """The range of `temperature`: 0 for greedy sampling, or the divisor of float32 logits."""
 
     def take(self, value: Any, /) -> Any:
-        """Return `value`. Raises Refused."""
         value = range_of(NonNegativeFloat).take(value)
         if 0 < value < MIN_TEMPERATURE or value > MAX_TEMPERATURE:
             raise Refused
         return value
 
     def text(self) -> str:
-        """Return the range in words."""
         return (
             f"0 for greedy sampling, or finite and at least {MIN_TEMPERATURE:g} and at most "
             f"{MAX_TEMPERATURE:g}: beyond them float32 numbers may overflow"
@@ -63,30 +61,27 @@ TrainedTemperature = Annotated[float, Interval(MIN_TEMPERATURE, MAX_TEMPERATURE)
 
 
 class _StopWords:
-    """The range of `stop_words`: a string or several, which become a tuple."""
+    """The range of `stop_words`: a string or several strings, which become a tuple."""
 
     def take(self, value: Any, /) -> Any:
-        """Return the strings as a tuple. Raises Refused."""
         words = (value,) if isinstance(value, str) else value
         if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
             raise Refused
         return tuple(words)
 
     def text(self) -> str:
-        """Return the range in words."""
         return "a non-empty string or a list of them"
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenIds:
-    """The range of a list of token ids: `least` to `most` different ids. It becomes a tuple, sorted
-    and without repeats."""
+    """The range of a list of token ids: `least` to `most` different ids, which become a sorted
+    tuple."""
 
     least: int
     most: int
 
     def take(self, value: Any, /) -> Any:
-        """Return the sorted ids as a tuple. Raises Refused."""
         if not isinstance(value, (list, tuple)) or not all(map(_is_token_id, value)):
             raise Refused
         ids = tuple(sorted(set(value)))
@@ -95,7 +90,6 @@ class _TokenIds:
         return ids
 
     def text(self) -> str:
-        """Return the range in words."""
         ids = f"ids in [0, {_MAX_TOKEN_ID}]"
         if self.least:
             return f"a list of {ids}, not empty: no token would be allowed"
@@ -106,7 +100,6 @@ class _Biases:
     """The range of `logit_bias`: a mapping or pairs, which become pairs sorted by id."""
 
     def take(self, value: Any, /) -> Any:
-        """Return (id, bias) pairs, sorted by id. Raises Refused."""
         pairs: Any = list(value.items()) if isinstance(value, Mapping) else value
         is_legal = isinstance(pairs, (list, tuple)) and all(map(_is_bias, pairs))
         if not is_legal or len({token_id for token_id, _ in pairs}) < len(pairs):
@@ -114,7 +107,6 @@ class _Biases:
         return tuple(sorted((token_id, float(bias)) for token_id, bias in pairs))
 
     def text(self) -> str:
-        """Return the range in words."""
         return (
             f"a map from ids in [0, {_MAX_TOKEN_ID}] to numbers in [{-_MAX_BIAS:g}, {_MAX_BIAS:g}]"
         )
@@ -149,44 +141,44 @@ class SamplingParams:
 
     temperature: 0 is greedy; otherwise in [MIN_TEMPERATURE, MAX_TEMPERATURE].
     top_k: only the k most likely tokens can be sampled; 0 switches it off.
-    top_p: only the most likely tokens that make up this probability can be sampled; 0 switches it
-        off.
+    top_p: only the most likely tokens that together have this probability can be sampled; 0
+        switches it off.
     min_p: only tokens with at least this fraction of the highest probability can be sampled; 0
         switches it off.
-    num_tokens_to_generate: limit on new tokens, at least 1. A caller that only scores a prompt
-        generates one token and drops it.
-    num_tokens_total: limit on prompt and new tokens. Without a limit a request ends at the engine's
-        longest sequence.
-    termination_id: the end token. None: the end tokens of tokenizer and model; -1: no end token.
-    stop_words: a string or several, which end the request when they occur in the generated text or
-        among its tokens. They need a tokenizer, and are kept as a tuple.
-    ignore_eos: the end token does not end the request.
+    num_tokens_to_generate: limit on new tokens, at least 1. To score a prompt only, generate one
+        token and ignore it.
+    num_tokens_total: limit on prompt and new tokens. Without any limit, a request ends at the
+        engine's max_sequence_length.
+    termination_id: the end token. None means the end tokens of tokenizer and model, -1 means no end
+        token.
+    stop_words: a string or several strings, which end the request when they occur in the generated
+        text or among its tokens. They need a tokenizer, and are kept as a tuple.
+    ignore_eos: True lets the request continue after an end token.
     seed: the request's seed. None lets the engine derive one.
-    return_log_probs: report the log-prob of each generated token.
+    return_log_probs: whether the log-prob of each generated token is reported.
     skip_prompt_log_probs: False also reports the log-probs of the prompt.
     top_n_logprobs: number of most likely tokens reported with each token.
     logprobs_mode: `raw` = log_softmax(logits); `temperature` = log_softmax(logits / temperature);
         `processed` = after biases, penalties, temperature and truncation.
-    add_BOS: a text prompt begins with the BOS token even if the tokenizer does not add it.
-    detokenize_stop_sequence: the text keeps the stop word that ended it.
+    add_BOS: puts the BOS token before a text prompt even if the tokenizer does not add it.
+    detokenize_stop_sequence: whether the text keeps the stop word that ended it.
     return_prompt_tokens: False leaves the prompt out of the finished request.
-    streaming: tokens are reported while the request runs.
+    streaming: whether tokens are reported while the request runs.
     streaming_interval: tokens between two such reports.
-    stop_token_ids: further ids that end the request, at most 1024, also with `ignore_eos`. The
+    stop_token_ids: further ids that end the request, at most 1024, even with `ignore_eos`. The
         request's `stop_reason` is the stop token id or stop word that ended it.
-    min_tokens: number of tokens that are generated before anything but the length may end the
-        request.
+    min_tokens: number of generated tokens before which only the length limit ends the request.
     logit_bias: {token id: number added to its logit}, kept as pairs sorted by id.
     allowed_token_ids: the only ids that can be sampled.
-    repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative
-        ones multiplied; 1 is off. Defined as in vLLM, like the next two.
+    repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies
+        negative ones; 1 is off. The three penalties are defined as in vLLM.
     presence_penalty: subtracted once from the logits of tokens in the output; 0 is off.
     frequency_penalty: subtracted from the logits of tokens in the output, once per occurrence; 0 is
         off.
-    return_ranks: report the rank of each generated token, and of each prompt token whose log-prob
-        is reported: 1 + the number of tokens to which the model gave a larger logit. Biases,
-        penalties and truncation do not change it.
-    cache_salt: requests find cached prefixes only of requests with the same salt. Samples of one
+    return_ranks: whether the rank of each generated token is reported, and of each prompt token
+        whose log-prob is reported. The rank is 1 + the number of tokens to which the model gave a
+        larger logit. Biases, penalties and truncation do not change it.
+    cache_salt: a request finds cached prefixes only of requests with the same salt. Samples of one
         prompt share their prefill in any case.
     """
 
@@ -254,7 +246,8 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, encoded: Mapping[str, Any]) -> SamplingParams:
-        """Return the params that `serialize` wrote. Unknown fields raise InvalidRequestError."""
+        """Return the params that `serialize` encoded. Raises InvalidRequestError for unknown
+        fields."""
         unknown = sorted(set(encoded) - {field.name for field in fields(cls)})
         if unknown:
             raise InvalidRequestError(f"unknown sampling parameters: {', '.join(unknown)}")
@@ -266,7 +259,6 @@ def _is_token_id(value: object) -> bool:
 
 
 def _is_bias(pair: object) -> bool:
-    """Return whether `pair` is a token id and a bias within the limits; NaN is not."""
     if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not _is_token_id(pair[0]):
         return False
     is_number = isinstance(pair[1], (int, float)) and not isinstance(pair[1], bool)

@@ -1,9 +1,9 @@
-"""Measurements of an engine (SchedulerCounts, StepStats, RankUse), the MetricsWriter protocol, and
-ObserverGuard, which keeps exceptions of metrics writers and views away from the engine.
+"""Measurements of an engine, the MetricsWriter protocol, and ObserverGuard.
 
-Used by `rollout.scheduling.scheduler`, `rollout.engine.counters`, `rollout.worker` and
-`rollout.tensor_parallel.executor`, which make the measurements, and by `rollout.control.reports`
-and `rollout.serve.metrics`, which report them. ObserverGuard is used by `rollout.apis.progress`,
+`rollout.scheduling.scheduler`, `rollout.engine.counters`, `rollout.worker`,
+`rollout.tensor_parallel.executor` and `rollout_vllm` create the measurements.
+`rollout.control.reports` and `rollout.serve.metrics` report them. `rollout.config` and
+`rollout.engine.counters` use MetricsWriter. ObserverGuard is used by `rollout.apis.progress`,
 `rollout.engine.counters`, `trainer_hooks.metrics.logger` and `trainer_hooks.train.samples`.
 """
 
@@ -19,7 +19,8 @@ _logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class MetricsWriter(Protocol):
-    """Anything with W&B's `log`: the wandb module, a run, or trainer_hooks' MetricsLogger."""
+    """Any object with the `log` method of W&B: the wandb module, a run, or trainer_hooks'
+    MetricsLogger."""
 
     def log(self, metrics: Mapping[str, float]) -> object:
         """Record one row of metrics: numbers by name."""
@@ -27,27 +28,26 @@ class MetricsWriter(Protocol):
 
 
 class ObserverGuard:
-    """Calls an observer (metrics writer, view or progress bar) and logs its first exception.
-
-    The observed work is done when the observer is called. Raising its exception would report a
-    suspend or an update as failed, so it is logged instead. Later exceptions are only counted.
-    """
+    """Calls an observer (metrics writer, view or progress bar) and logs its first exception. Later
+    exceptions are only counted."""
 
     def __init__(self, subject: str) -> None:
-        """`subject`: name of the observer in the log."""
+        """`subject` names the observer in the log."""
         self._subject = subject
         self.num_failures = 0
 
     def call(self, observe: Callable[..., object], *arguments: Any) -> None:
-        """Call `observe(*arguments)`. Raises no Exception; KeyboardInterrupt and its like pass."""
+        """Call `observe(*arguments)`. An Exception is logged; KeyboardInterrupt and SystemExit are
+        raised."""
+        # The observed work is done. Raising would report a successful suspend or update as failed.
         try:
             observe(*arguments)
         except Exception:
             self.num_failures += 1
             if self.num_failures == 1:
                 _logger.exception(
-                    "%s failed and may have missed a report; the work it observes goes on. Further "
-                    "failures of it are not logged",
+                    "%s failed and may have missed a report; the observed work continues. Further "
+                    "failures are not logged",
                     self._subject,
                 )
 
@@ -56,9 +56,10 @@ class ObserverGuard:
 class SchedulerCounts:
     """Counts of a scheduler: requests by phase, and blocks of the KV cache.
 
-    num_without_room: waiting requests for which the last step had no room. The other waiting
-    requests came later, or wait for the prefill of their group's prompt. num_blocks_used: blocks
-    that requests hold. num_blocks_indexed: blocks in the prefix index, in use or not.
+    num_without_room: waiting requests for which the last step had no room. It does not count
+        requests that arrived later, or that wait for the prefill of their group's prompt.
+    num_blocks_used: blocks that requests hold.
+    num_blocks_indexed: blocks in the prefix index, whether requests hold them or not.
     """
 
     num_waiting: int
@@ -72,9 +73,8 @@ class SchedulerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats(SchedulerCounts):
-    """One engine step: its number, its seconds, and the tokens it computed and sampled. The
-    inherited counts are taken after the step.
-    """
+    """One engine step: its number, its duration, and its tokens. The inherited counts are those
+    after the step."""
 
     step: int
     seconds: float
@@ -84,20 +84,23 @@ class StepStats(SchedulerCounts):
     weights_version: int
 
     def as_metrics(self, prefix: str = "engine/last_step/") -> dict[str, float]:
-        """Return the fields, the inherited counts included, as metrics named `prefix` + field."""
+        """Return all fields, including the inherited counts, as metrics named `prefix` + field."""
         return {f"{prefix}{name}": getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """Resources of one rank of an engine: bytes in use now, and seconds spent since its start.
+    """Resources of one rank of an engine: bytes in use now, and seconds since its start.
 
-    engine: number of the engine in the fleet. kv_bytes, weights_bytes: reserved bytes, 0 while
-    released. *_on_host_bytes: host copies that `resume` will restore. lora_base_bytes: host copy of
-    the adapted weights without their adapter. rss_bytes: resident set size of the process; 0 where
-    the system does not report it. cpu_seconds: CPU time of all threads. wait_seconds: time the host
-    waits for other ranks in collectives. With torch.distributed it includes the transfers; with
-    NCCL it is nearly 0, since the device waits and not the host.
+    engine: number of the engine in the fleet.
+    kv_bytes, weights_bytes: reserved bytes; 0 while released.
+    *_on_host_bytes: host copies, from which `resume` restores.
+    lora_base_bytes: host copy of the base values of weights with a LoRA adapter.
+    rss_bytes: resident set size of the process; 0 if the system does not report it.
+    cpu_seconds: CPU time of all threads.
+    wait_seconds: time that the host waits for other ranks in collectives. With torch.distributed it
+        includes the transfers. With NCCL it is nearly 0, because the device waits instead of the
+        host.
     """
 
     engine: int = 0
@@ -113,7 +116,7 @@ class RankUse:
 
     @property
     def label(self) -> str:
-        """The engine and the rank as "engine.rank", such as "0.1"."""
+        """The text "engine.rank", such as "0.1"."""
         return f"{self.engine}.{self.rank}"
 
 

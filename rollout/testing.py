@@ -1,11 +1,11 @@
-"""FakeLLM and FakeAsyncLLM: LLMs without a model, for tests of users' training loops.
+"""FakeLLM and FakeAsyncLLM: LLMs without a model, for tests of training loops.
 
     llm = FakeLLM(lambda prompt, seed: [seed % 7, 2])
     request = llm.generate([5, 6], SamplingParams(return_log_probs=True))
 
 A script gives the tokens of each prompt. The result is a real request, with a weights version for
-each token. A FakeLLM keeps the weights of the latest update by name, and refuses a call in the
-wrong state with the errors of LLM. It serves no HTTP. Only tests import this module.
+each token. A FakeLLM keeps the weights of the latest update by name. Like LLM, it refuses a call in
+the wrong state. It serves no HTTP. Only tests import this module.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ from rollout.weights.version import next_version
 class Completion:
     """A script's answer to a prompt.
 
-    tokens: generated ids; `num_tokens_to_generate` cuts them.
+    tokens: generated ids, of which at most `num_tokens_to_generate` are used.
     logprobs: one per token; None for -1.0 each.
-    error: the request fails with this message after its tokens; None if it completes.
+    error: the message with which the request fails after its tokens; None if it completes.
     """
 
     tokens: Sequence[int]
@@ -73,12 +73,13 @@ class Completion:
     error: str | None = None
 
 
-# Called with the prompt's ids and the request's seed. Ids alone stand for Completion(tokens=ids).
+# A script gets the prompt's ids and the request's seed. It may return ids instead of
+# Completion(tokens=ids).
 Script = Callable[[list[int], int], Completion | Sequence[int]]
 
 
 def echo(prompt: list[int], seed: int) -> list[int]:
-    """Return the prompt: the default script."""
+    """Return the prompt. This is the default script."""
     return prompt
 
 
@@ -100,7 +101,7 @@ class _Sample:
         return self.request.num_generated_tokens >= self.num_wanted
 
     def add_token(self, version: int) -> None:
-        """Append one token under weights `version`, which also writes the KV that is missing."""
+        """Append one token under weights `version`, which also writes the missing KV."""
         request = self.request
         self.kv += [version] * (request.num_tokens - len(self.kv))
         request.generated_tokens.append(self.completion.tokens[request.num_generated_tokens])
@@ -109,8 +110,8 @@ class _Sample:
         request.context_kv_version_mean.append(fmean(self.kv))
 
     def end(self, version: int, error: RolloutError | None, tokenizer: Tokenizer | None) -> None:
-        """End the request: completed, or failed by `error` or the completion's own error. Decodes
-        its text if there is a `tokenizer`."""
+        """Complete the request, or fail it with `error` or the completion's own error. If there is
+        a tokenizer, the text is decoded."""
         request, count = self.request, self.request.num_generated_tokens
         if self.completion.error is not None and error is None:
             error = RolloutError(self.completion.error)
@@ -133,10 +134,10 @@ class _Sample:
 
 
 class ScriptedRuntime:
-    """The runtime of a FakeLLM: it runs requests and control calls as InProcessRuntime does.
+    """The runtime of a FakeLLM, with the methods of InProcessRuntime that LLM calls.
 
     weights: the tensors of the latest update, by name; empty after they were discarded.
-    calls: the names of the control calls that did something, in order.
+    calls: the names of the control calls that had an effect, in order.
     released: names of the resources whose memory is released.
     """
 
@@ -151,15 +152,16 @@ class ScriptedRuntime:
         self._script, self.tokenizer, self.seed = script, tokenizer, seed
         self.weights_version = weights_version
         self.weights: dict[str, torch.Tensor] = {}
-        self._lacks_weights = False  # they were discarded
+        self._lacks_weights = False  # True after they were discarded
         self.calls: list[str] = []
         self.released: set[str] = set()
-        # The KV mode of a suspend that names none, and the KV mode of the latest suspend.
+        # The default KV mode of a suspend, and the KV mode of the latest suspend.
         self._default_mode = self._mode = as_enum("mode", KVCacheManagementMode, default_mode)
         self._machine = StateMachine()
-        self._samples: dict[int, _Sample] = {}  # unfinished ones, by request id
+        self._samples: dict[int, _Sample] = {}  # unfinished samples by request id
         self._ended: list[DynamicInferenceRequest] = []
-        self._num_taken = self._num_submitted = 0  # of `_ended`; of all requests
+        self._num_taken = 0  # entries of `_ended` that `take_ended` has returned
+        self._num_submitted = 0
 
     @property
     def state(self) -> EngineState:
@@ -170,10 +172,8 @@ class ScriptedRuntime:
     def submit(
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[list[int]]:
-        """Queue all groups or none. Returns the request ids of each.
-
-        Raises InvalidRequestError for a malformed prompt, and EngineStateError once stopped.
-        """
+        """Queue all groups or none. Returns the request ids of each group. Raises
+        InvalidRequestError for a malformed prompt, and EngineStateError after `shutdown`."""
         self._machine.require(EngineState.RUNNING, *QUIET, to="add a request")
         encoded = [(self._ids_of(prompt), prompt, each) for prompt, each in groups]
         return [
@@ -193,7 +193,6 @@ class ScriptedRuntime:
         return ids
 
     def _add(self, ids: list[int], prompt: Prompt, params: SamplingParams) -> int:
-        """Queue one sample. Returns its request id."""
         request_id = self._num_submitted
         seed = mix_seed(self.seed, request_id) if params.seed is None else params.seed
         answer = self._script(ids, seed)
@@ -230,7 +229,7 @@ class ScriptedRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """End requests now, in any state. Returns what `take_ended` returns."""
+        """End requests now, in any state. Returns all requests that `take_ended` would return."""
         for request_id in request_ids:
             self._end(request_id, RequestAbortedError("aborted by its owner"))
         return self.take_ended()
@@ -241,7 +240,7 @@ class ScriptedRuntime:
             self._samples.pop(request_id, None)
 
     def _end(self, request_id: int, error: RolloutError | None = None) -> None:
-        """Complete an unfinished request, or fail it by `error`."""
+        """Complete an unfinished request, or fail it with `error`."""
         sample = self._samples.pop(request_id)
         sample.end(self.weights_version, error, self.tokenizer)
         self._ended.append(sample.request)
@@ -249,7 +248,7 @@ class ScriptedRuntime:
     # ---- control calls: the methods that commands call
 
     def do(self, command: Command[R]) -> R:
-        """Run a control call. Raises EngineStateError if it is illegal now."""
+        """Run a control call. Raises EngineStateError if the call is illegal now."""
         self._machine.require_legal(command.transition)
         return command.run(self)
 
@@ -345,7 +344,7 @@ class ScriptedRuntime:
         raise ConfigError("FakeLLM computes no checksums; they need an LLM with a model")
 
     def stats(self) -> EngineStats:
-        """Return counters of requests and control calls. Fields that a fake does not have are 0."""
+        """Return counters of requests and control calls. Fields that a fake lacks are 0."""
         values: dict[str, Any] = {
             f.name: () if "tuple" in str(f.type) else 0 for f in fields(EngineStats)
         }
@@ -376,9 +375,9 @@ class ScriptedRuntime:
 class FakeLLM(LLM):
     """An LLM that takes its completions from a script.
 
-    Each step generates one token of every unfinished request, under the weights version at that
-    time. So an update between `submit` and `collect` gives requests of several versions. After a
-    suspend with mode "recompute" the next step writes all KV again.
+    Each step generates one token of every unfinished request, under the current weights version. So
+    an update between `submit` and `collect` gives requests with several versions. After a suspend
+    with mode "recompute", the next step writes all KV again.
     """
 
     def __init__(
@@ -403,7 +402,7 @@ class FakeLLM(LLM):
 
     @property
     def calls(self) -> list[str]:
-        """The names of the control calls that did something, in order."""
+        """The names of the control calls that had an effect, in order."""
         return self._scripted.calls
 
     @property
@@ -418,11 +417,9 @@ class FakeLLM(LLM):
 
 
 class FakeAsyncLLM(AsyncControlCalls):
-    """AsyncLLM's methods for a training loop, over a FakeLLM.
-
-    `token_wait` is awaited before each step; by default it lets other tasks run between two tokens.
-    While `llm` is not RUNNING, requests wait.
-    """
+    """The methods of AsyncLLM that a training loop needs, over a FakeLLM. `token_wait` is awaited
+    before each step. By default it lets other tasks run between two tokens. While `llm` is not
+    RUNNING, requests wait."""
 
     def __init__(
         self, llm: FakeLLM, token_wait: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
@@ -437,7 +434,7 @@ class FakeAsyncLLM(AsyncControlCalls):
 
     @property
     def weights_version(self) -> int:
-        """The version that `llm` serves."""
+        """The weights version that `llm` serves."""
         return self.llm.weights_version
 
     async def generate(
@@ -449,9 +446,8 @@ class FakeAsyncLLM(AsyncControlCalls):
         priority: int = 0,
         on_finished: Callable[[], None] | None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Generate until all prompts have ended. Cancelling the task aborts them.
-
-        `on_finished` is called at the end of each sample.
+        """Generate until all samples have ended, and return the requests as AsyncLLM.generate does.
+        `on_finished` is called at the end of each sample. Cancelling the task aborts the samples.
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with self.llm._submitted(groups, priority) as group_ids:
@@ -476,7 +472,7 @@ class FakeAsyncLLM(AsyncControlCalls):
         return len(self.llm._groups.unfinished_requests(group_ids))
 
     async def do(self, command: Command[R]) -> R:
-        """Run a control call. Raises EngineStateError if it is illegal now."""
+        """Run a control call. Raises EngineStateError if the call is illegal now."""
         try:
             return self.llm.do(command)
         finally:
@@ -485,7 +481,8 @@ class FakeAsyncLLM(AsyncControlCalls):
     async def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Keep the tensors in `llm.weights`, and serve them as `version` (None: the next one)."""
+        """Keep the tensors in `llm.weights`, and serve them as `version` (None: the next
+        version)."""
         return self.llm.update_weights(named_tensors, version, in_flight)
 
     async def shutdown(self) -> None:

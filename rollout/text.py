@@ -1,8 +1,8 @@
 """Tokenizers: the Tokenizer protocol, the Hugging Face adapter, and incremental detokenization.
 
 Used by `rollout.apis`, `rollout.cli`, `rollout.engine`, `rollout.coordinator.client`,
-`rollout.serve`, `rollout.generated_text`, `rollout.testing` and `trainer_hooks` to encode prompts
-and decode generated tokens. It reads tokenizer files and writes none.
+`rollout.serve`, `rollout.generated_text`, `rollout.testing`, `rollout_vllm` and `trainer_hooks` to
+encode prompts and decode generated tokens. It reads tokenizer files and writes none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout.json_files import read_optional_object
 INSTALL_TEXT = INSTALL["hf"]
 
 _logger = logging.getLogger(__name__)
-# A directory with one of these has a tokenizer that transformers can load.
+# A directory with one of these files has a tokenizer that transformers can load.
 _VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -38,17 +38,18 @@ _VOCABULARY_FILES = (
 )
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 _REPLACEMENT = "\ufffd"
-# A UTF-8 character has at most 4 bytes, so at most 3 bytes can wait for the rest of it.
+# A UTF-8 character has at most 4 bytes, so an incomplete character has at most 3.
 _MAX_PENDING_BYTES = 3
-_MANY_IDS = 2000  # decoding them takes a millisecond or so
-# Most ids of a window whose text consists of broken characters only.
+_MANY_IDS = 2000  # they take about a millisecond to decode
+# Maximum number of ids of a window whose text consists of broken characters only.
 _MAX_WINDOW = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_CONTEXT_IDS = 4  # last ids of a prompt; they nearly always have text
+_CONTEXT_IDS = 4  # last ids of a prompt, which nearly always have text
 
 
 class RenderedText(str):
-    """A prompt rendered by a chat template. It has its special tokens, so encoding adds none."""
+    """A prompt rendered by a chat template. It contains its special tokens, so encoding adds
+    none."""
 
     __slots__ = ()
 
@@ -81,7 +82,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -89,16 +90,14 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens; incomplete UTF-8 becomes U+FFFD."""
+        """Return the text of `ids` without special tokens. Incomplete UTF-8 becomes U+FFFD."""
         ...
 
 
 class HFTokenizer:
-    """Wraps a transformers tokenizer, or a `tokenizers.Tokenizer`, which transformers wraps first.
-
-    Ids and texts equal those of transformers. `eos_id` and `bos_id` override the tokenizer's own.
-    A pickled copy imports transformers at its first use.
-    """
+    """Wraps a transformers tokenizer. A `tokenizers.Tokenizer` is wrapped by transformers first.
+    Ids and texts equal those of transformers. `eos_id` and `bos_id` override the tokenizer's own
+    ids. A pickled copy imports transformers when it is first used."""
 
     def __init__(
         self, tokenizer: Any, *, eos_id: int | None = None, bos_id: int | None = None
@@ -113,11 +112,9 @@ class HFTokenizer:
 
     @classmethod
     def from_directory(cls, directory: str | os.PathLike[str]) -> HFTokenizer:
-        """Load the tokenizer of a model directory with transformers' AutoTokenizer.
-
-        Raises ConfigError for a directory without a tokenizer, for a file that cannot be read, and
-        if transformers is not installed.
-        """
+        """Load the tokenizer of a model directory with transformers' AutoTokenizer. Raises
+        ConfigError for a directory without a tokenizer, for a file that cannot be read, and if
+        transformers is not installed."""
         root = Path(directory)
         if not has_tokenizer(root):
             raise ConfigError(
@@ -151,24 +148,23 @@ class HFTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
+        """Number of ids, including added tokens."""
         return self._vocab_size
 
     @property
     def max_token_length(self) -> int:
-        """Number of characters of the longest token in the vocabulary.
-
-        The text of a byte-level token may have fewer characters.
-        """
+        """Number of characters of the longest token in the vocabulary. The text of a byte-level
+        token may have fewer characters."""
         return max(map(len, self.hf_tokenizer.get_vocab()), default=0)
 
     @property
     def verbatim(self) -> Tokenizer:
-        """A Tokenizer with the same ids whose `decode` keeps special tokens."""
+        """A Tokenizer with the same ids, whose `decode` keeps special tokens."""
         return _Verbatim(self)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of `text`; special tokens are added only with `add_special_tokens`."""
+        """Return the ids of `text`. Special tokens are added only if `add_special_tokens` is
+        set."""
         return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_all(
@@ -176,7 +172,7 @@ class HFTokenizer:
     ) -> list[list[int]]:
         """Return the ids of each text, as `encode` does. A fast tokenizer releases the GIL."""
         if (backend := self._encoding_backend()) is not None:
-            # It makes no token spans and texts, whose deletion would hold the GIL.
+            # The fast method makes no token spans and texts, whose deletion holds the GIL.
             encodings = backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
@@ -192,9 +188,7 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`, without special tokens unless `skip_special_tokens` is False.
-
-        Spaces are never cleaned up: that would change text that was streamed already.
-        """
+        Spaces are never cleaned up, because that changes text that was already streamed."""
         backend = self._decoding_backend
         if backend is None:
             return str(
@@ -205,20 +199,20 @@ class HFTokenizer:
                 )
             )
         text: str
-        if len(ids) > _MANY_IDS:  # several lists are decoded without the GIL, one is not
+        if len(ids) > _MANY_IDS:  # decode_batch releases the GIL, decode does not
             (text,) = backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         else:
             text = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def tokens_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's token for each of `ids`; "" for an unknown id."""
+        """Return the vocabulary's token for each id; "" for an unknown id."""
         return [token or "" for token in self.hf_tokenizer.convert_ids_to_tokens(list(ids))]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for. The vocabulary spells a byte-level token in
-        GPT-2's byte alphabet, or as `<0xE2>`. Any other token is text, whose UTF-8 bytes are
-        returned."""
+        """Return the bytes that a token stands for. Byte-level tokens are written in the vocabulary
+        in GPT-2's byte alphabet, or as `<0xE2>`. For any other token, the UTF-8 bytes of its text
+        are returned."""
         (token,) = self.tokens_of([token_id])
         if (found := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes.fromhex(found[1])
@@ -229,17 +223,17 @@ class HFTokenizer:
 
     @cached_property
     def replaces_byte_runs(self) -> bool:
-        """Whether one broken byte makes `decode` replace the whole run of byte tokens by U+FFFD, as
-        the ByteFallback decoder does. True if a class overrides decoding, since it may do so."""
+        """Whether one broken byte makes `decode` replace the whole run of byte tokens by U+FFFD.
+        The ByteFallback decoder does this. True is also returned if a class overrides decoding."""
         backend = self._decoding_backend
         if backend is None:
             return True
         return backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
 
     def _encoding_backend(self) -> Any:
-        """Return the transformers tokenizer's `tokenizers.Tokenizer`, to encode with. It encodes in
-        two thirds of transformers' time. Returns None if it would encode differently from
-        transformers: the class overrides encoding, or an earlier call left settings in it."""
+        """Return the `tokenizers.Tokenizer` inside the transformers tokenizer, for faster encoding.
+        Returns None if its ids would differ from those of transformers, because the class overrides
+        encoding or an earlier call left settings in it."""
         if not self._encodes_plainly:
             return None
         tokenizer = self.hf_tokenizer
@@ -257,8 +251,8 @@ class HFTokenizer:
 
     @cached_property
     def _decoding_backend(self) -> Any:
-        """The transformers tokenizer's `tokenizers.Tokenizer`, to decode with. It decodes in a
-        third of transformers' time. None if the class overrides decoding."""
+        """The `tokenizers.Tokenizer` inside the transformers tokenizer, for faster decoding. None
+        if the class overrides decoding."""
         is_plain = self._is_plain("decode", "_decode")
         return self.hf_tokenizer.backend_tokenizer if is_plain else None
 
@@ -292,9 +286,8 @@ class _Verbatim:
 @cache
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of GPT-2's alphabet (Radford et al. 2019, byte-level BPE).
-
-    Visible Latin-1 characters stand for their own bytes, U+0100 and later for the other bytes.
-    """
+    Visible Latin-1 characters stand for their own bytes, and characters from U+0100 on for the
+    other bytes."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {
@@ -311,14 +304,14 @@ def _transformers() -> Any:
 
 
 def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
-    """Return whether a model directory holds the vocabulary of a tokenizer."""
+    """Return whether a model directory has the vocabulary of a tokenizer."""
     return any((Path(directory) / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def as_tokenizer(source: Any) -> Tokenizer:
-    """Return `source`, a Tokenizer, a model directory or a Hugging Face tokenizer, as a Tokenizer.
-    Raises TypeError for another `source`. Raises ConfigError for a directory without a readable
-    tokenizer, and if transformers is needed but not installed."""
+    """Return `source` as a Tokenizer. `source` is a Tokenizer, a model directory or a Hugging Face
+    tokenizer. Raises TypeError for anything else. Raises ConfigError for a directory without a
+    readable tokenizer, and if transformers is needed but not installed."""
     if isinstance(source, (str, os.PathLike)):
         return HFTokenizer.from_directory(source)
     if isinstance(source, Tokenizer):
@@ -330,10 +323,8 @@ def as_tokenizer(source: Any) -> Tokenizer:
 
 def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
     """Return `tokenizer` as a Tokenizer; if it is None, the tokenizer in the directory `model`.
-
-    Returns None if `model` is not a directory with a tokenizer. If it is, but transformers is not
-    installed, logs that prompts must be token ids and returns None. Raises as `as_tokenizer` does.
-    """
+    Returns None if `model` is not a directory with a tokenizer. If only transformers is missing,
+    logs that prompts must be token ids and returns None. Raises the errors of `as_tokenizer`."""
     if tokenizer is not None:
         return as_tokenizer(tokenizer)
     if not isinstance(model, (str, os.PathLike)) or not has_tokenizer(model):
@@ -346,8 +337,8 @@ def tokenizer_of(model: Any, tokenizer: Any | None) -> Tokenizer | None:
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, add_bos: bool = False) -> list[int]:
     """Return the ids of a text prompt with special tokens, as transformers' `tokenizer(text)` does.
-    No special tokens are added to a RenderedText. For a Tokenizer other than HFTokenizer, its
-    `encode` decides. add_bos: whether to put the BOS token first if the tokenizer did not."""
+    No special tokens are added to a RenderedText. A Tokenizer other than HFTokenizer adds what its
+    `encode` adds. `add_bos` puts the BOS token first if the tokenizer did not."""
     (ids,) = encode_prompts(tokenizer, [text])
     if add_bos and tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
         return [tokenizer.bos_id, *ids]
@@ -373,8 +364,8 @@ def encode_prompts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]
 def context_of(tokenizer: Tokenizer, prompt: PromptIds) -> list[int]:
     """Return the last ids of `prompt`: as many as are needed to decode a completion after them.
 
-    A decoder may strip the first space of a text, so a completion is decoded together with ids
-    before it that have text. The returned ids begin at a whole character, unless `prompt` ends
+    A decoder may strip the first space of a text. A completion is therefore decoded together with
+    preceding ids that have text. The returned ids begin at a whole character, unless `prompt` ends
     within a character.
     """
     sizes = chain(range(_CONTEXT_IDS, 2 * _CONTEXT_IDS), _doubled(2 * _CONTEXT_IDS))
@@ -396,20 +387,19 @@ def _doubled(size: int) -> Iterator[int]:
 class IncrementalDetokenizer:
     """Decodes a growing list of ids piece by piece.
 
-    `context` holds the ids before the list. The pieces, joined, are the text that the list adds to
+    `context` has the ids before the list. The pieces, joined, are the text that the list adds to
     the text of `context`. No piece ends within a UTF-8 character, and no text is returned twice.
-    The work per call does not grow with the text: only the ids of the last two pieces are decoded
-    again, or a few dozen ids of broken UTF-8.
+    The work per call does not grow with the text.
 
     Some decoders replace a whole run of bytes by U+FFFD if its end is broken. Pieces that were
-    returned before keep their text.
+    already returned keep their text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._window = list(context)
-        self._num_context_ids = len(context)  # first ids of the window, which only give context
-        # The part of the window's text that was returned.
+        self._num_context_ids = len(context)  # leading ids of the window whose text is not returned
+        # The part of the window's text that was already returned.
         self._emitted = tokenizer.decode(self._window) if context else ""
         self._emitted = self._emitted[: complete_length(self._emitted)]
 
@@ -434,7 +424,7 @@ class IncrementalDetokenizer:
             if piece:
                 self._slide()
             elif not self._tokenizer.decode(new * 2):
-                # Special tokens have no text, also after each other: the window need not keep them.
+                # Special tokens have no text, even after each other, so the window drops them.
                 del self._window[-len(new) :]
         elif len(self._window) > _MAX_WINDOW:
             self._cut(text)
@@ -451,11 +441,9 @@ class IncrementalDetokenizer:
         return piece
 
     def _push_alone(self) -> str:
-        """Decode without the context. Returns the complete text and drops the context, or returns
-        "" if no text is complete.
-
-        Called when the decoder has replaced text that was returned already.
-        """
+        """Decode without the context, because the decoder has replaced text that was already
+        returned. Returns the complete text and drops the context, or returns "" if no text is
+        complete."""
         text = self._tokenizer.decode(self._window[self._num_context_ids :])
         num_complete = complete_length(text)
         if not num_complete:

@@ -1,7 +1,7 @@
 """Decodes lines of files that must be UTF-8, and finds strings that UTF-8 cannot encode.
 
-Used by `rollout.cli.prompt_files` and by `trainer_hooks.prompts` (sources, rows and checks). Pure
-functions.
+Used by `rollout.cli.prompt_files` and, in `trainer_hooks.prompts`, by `sources`, `rows` and
+`checks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 def decode_line(line: bytes) -> str:
     """Return the text of a line, without a leading byte order mark, which Windows writes. Raises
     ValueError for bytes that are not UTF-8. The message names the first such byte and a command
-    that converts the file. Callers put the file and the line number before it."""
+    that converts the file. Callers put the file and the line number before the message."""
     try:
         return line.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:

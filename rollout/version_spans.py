@@ -1,7 +1,8 @@
 """VersionSpans: the weights version of each entry of a sequence, stored as runs.
 
-A request has one for the versions that sampled its tokens, one for the versions that wrote its KV.
-Used by `rollout.requests`, `rollout.engine`, `rollout.scheduling` and `rollout.blocks`.
+A request has one VersionSpans for the versions that sampled its tokens, and one for the versions
+that wrote its KV. Used by `rollout.requests`, `rollout.engine`, `rollout.scheduling`,
+`rollout.blocks`, `rollout.testing` and `rollout_vllm`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ import numpy.typing as npt
 class VersionSpans:
     """The integer version of each entry 0 .. len-1 of a sequence, stored as runs.
 
-    Iteration yields `(start, end, version)` per run, in order and without gaps. Neighbouring runs
-    have different versions, so equal sequences compare equal however they were appended.
+    Iteration yields `(start, end, version)` for each run, in order and without gaps. Neighbouring
+    runs have different versions. Objects with equal entries are equal, even if the entries were
+    appended differently.
     """
 
-    # All runs but the last one are closed. Copies share the list of closed runs. Each object counts
-    # how many of them it has, and copies the list before it would overwrite a run of another.
+    # All runs but the last are closed. Copies share the list of closed runs. Each object counts the
+    # closed runs that it has, and copies the list before it appends to runs of another object.
     __slots__ = ("_closed", "_length", "_num_closed", "_version", "last_run")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        """Start with `(count, version)` runs."""
+        """Start with runs of (count, version)."""
         self._closed: list[tuple[int, int]] = []  # (end, version)
         self._num_closed = 0
         self._length = 0
         self._version: int | None = None  # version of the last run; None without entries
         # (start, version, oldest, before): start and version of the last run, the oldest version of
-        # all runs, and the sum of the versions of all entries before the last run. Undefined
-        # without entries. So the first n entries, n > start, have the mean (before + (n - start) *
-        # version) / n.
+        # all runs, and the sum of the versions of all entries before the last run; undefined if
+        # there are no entries. For n > start, the first n entries have the mean
+        # (before + (n - start) * version) / n.
         self.last_run = (0, 0, 0, 0)
         for count, version in runs:
             self.append(count, version)
@@ -49,7 +51,7 @@ class VersionSpans:
             start = end
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return every run as `(end, version)`."""
+        """Return every run as (end, version)."""
         if self._version is None:
             return []
         return [*self._closed[: self._num_closed], (self._length, self._version)]
@@ -64,10 +66,8 @@ class VersionSpans:
         return f"VersionSpans({runs})"
 
     def append(self, count: int, version: int) -> None:
-        """Add `count` entries of `version` at the end. Raises ValueError if `count` < 0.
-
-        O(1), or O(runs) if a copy that shares runs with this object has been appended to.
-        """
+        """Add `count` entries of `version` at the end. Raises ValueError if `count` < 0. O(1), or
+        O(runs) if a copy that shares runs with this object has been appended to."""
         if version == self._version and count > 0:
             self._length += count
             return
@@ -89,7 +89,7 @@ class VersionSpans:
         self._version = version
 
     def truncate(self, length: int) -> None:
-        """Drop the entries from `length` on. Copies keep them. O(runs)."""
+        """Drop the entries from `length` on. Copies keep their entries. O(runs)."""
         kept = self.slice(0, length)
         self._closed, self._num_closed = kept._closed, kept._num_closed
         self._length, self._version, self.last_run = kept._length, kept._version, kept.last_run
@@ -100,7 +100,8 @@ class VersionSpans:
             self.append(end - start, version)
 
     def version_at(self, index: int) -> int:
-        """Return the version of entry `index`. O(log runs). Raises IndexError if there is none."""
+        """Return the version of entry `index`. O(log runs). Raises IndexError if there is no such
+        entry."""
         if self._version is None or not 0 <= index < self._length:
             raise IndexError(f"entry {index} is outside [0, {self._length})")
         num_closed = self._num_closed
@@ -108,14 +109,15 @@ class VersionSpans:
         return self._closed[run][1] if run < num_closed else self._version
 
     def slice(self, start: int, end: int) -> VersionSpans:
-        """Return a copy of entries [start, end); bounds beyond the entries are clipped."""
+        """Return a copy of entries [start, end). Bounds beyond the entries are clipped."""
         part = VersionSpans()
         for run_start, run_end, version in self:
             part.append(max(0, min(run_end, end) - max(run_start, start)), version)
         return part
 
     def copy(self) -> VersionSpans:
-        """Return an independent copy in O(1). Both share the list of runs until both append."""
+        """Return an independent copy in O(1). Both objects share the list of runs until both
+        append."""
         other = VersionSpans()
         other._closed, other._num_closed = self._closed, self._num_closed
         other.last_run = self.last_run
@@ -129,17 +131,15 @@ class VersionSpans:
         return self.last_run[2]
 
     def sum(self) -> int:
-        """Return the sum of the versions over all entries (mean = sum() / len())."""
+        """Return the sum of the versions of all entries."""
         return sum((end - start) * version for start, end, version in self)
 
     def of_prefixes(
         self, first: int, count: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-        """Return the oldest and the mean version of the first n entries, for each n in
-        [first, first + count): int32 and float64 of shape [count]. O(runs + count).
-
-        Raises ValueError if `first` < 1 or there are too few entries.
-        """
+        """Return the oldest and the mean version of the first n entries, for n in [first, first +
+        count). The arrays are int32 and float64 of shape [count]. O(runs + count). Raises
+        ValueError if `first` < 1 or there are too few entries."""
         if count and not 1 <= first <= first + count - 1 <= len(self):
             raise ValueError(f"prefixes [{first}, {first + count}) of {len(self)} entries")
         oldest_C, mean_C = np.empty(count, np.int32), np.empty(count, np.float64)
@@ -168,10 +168,8 @@ class VersionSpans:
 
     @classmethod
     def deserialize(cls, runs: Sequence[int]) -> VersionSpans:
-        """Return the VersionSpans of a list that `serialize` returned.
-
-        Raises ValueError if the list has an odd length or a negative count.
-        """
+        """Return the VersionSpans that `serialize` encoded. Raises ValueError if the list has an
+        odd length or a negative count."""
         if len(runs) % 2:
             raise ValueError(f"{len(runs)} numbers are not (count, version) pairs")
         return cls(zip(runs[::2], runs[1::2], strict=True))

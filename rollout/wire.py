@@ -1,8 +1,8 @@
-"""Base classes and field types of the structs that processes send each other: bounded numbers,
-columns (arrays of one dimension), plain values. `pack` and `unpack` convert values to msgpack.
+"""Base classes and field types of the structs that processes send each other.
 
-Used by `rollout.control.commands`, `rollout.requests.token_runs`, `rollout.weights.source` and the
-modules of `rollout.coordinator`. Keeps no state.
+`pack` and `unpack` convert values to msgpack. Used by `rollout.control.commands`,
+`rollout.requests.token_runs`, `rollout.weights.source`, `rollout.coordinator` and
+`rollout.cli.coordinator`. No state is kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rollout.errors import ProtocolError
 from rollout.ranges import MAX_SECONDS
 
 DEFAULT_MAX_FRAME_BYTES = 64 * 2**20
-# A plain value takes up to 85 bytes of memory per byte received: an empty map is one byte. So the
-# size of plain values is bounded, in messages with a PlainMap and in `unpack`. All other fields are
-# typed, and msgspec refuses a length above its bound, or above the bytes received, before it builds
-# anything.
+# The size of plain values is bounded, in messages with a PlainMap and in `unpack`, because a plain
+# value takes up to 85 bytes of memory per byte received: an empty map is one byte. All other fields
+# are typed. msgspec refuses a length above the field's bound, or above the bytes received, before
+# it builds anything.
 MAX_PLAIN_BYTES = 2**20
 MAX_PLAIN_DEPTH = 8
 MAX_ITEMS = 2**17
@@ -45,7 +45,7 @@ PlainMap = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The number format of a column: little-endian. Numbers below 0 are allowed if `is_signed`."""
+    """The number format of a column, which is little-endian. `is_signed` allows numbers below 0."""
 
     dtype: np.dtype[Any]
     is_signed: bool
@@ -64,8 +64,9 @@ class Column:
         return array_N
 
     def convert(self, values: Any) -> npt.NDArray[Any]:
-        """Return a sender's numbers as an array of the dtype. Raises ProtocolError unless they are
-        one-dimensional and fit. An array that has the dtype already is taken to fit."""
+        """Return a sender's numbers as an array of the dtype. An array that already has the dtype
+        is not checked further. Raises ProtocolError unless the numbers have one dimension and fit
+        the dtype."""
         array_N = np.asarray(values)
         if array_N.ndim != 1:
             raise ProtocolError(f"expected one dimension, got the shape {array_N.shape}")
@@ -81,8 +82,8 @@ class Column:
 
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
-    """Return the type annotation of a column. It says bytes, so that msgspec refuses any other
-    received value; for a type that it does not know, it would accept any value."""
+    """Return the type annotation of a column."""
+    # msgspec then refuses any received value but bytes. For an unknown type it accepts any value.
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 
@@ -104,8 +105,8 @@ else:
 
 
 class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, eq=False):
-    """Base of messages and their parts. Two are equal if their types and packed bytes are equal.
-    They are not hashable."""
+    """Base of messages and of structs in messages. Two objects are equal if their types and packed
+    bytes are equal. They are not hashable."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -116,14 +117,16 @@ class WireData(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Message(WireData, frozen=True):
-    """Base of messages. Each is sent as one frame: an array that begins with its class's tag."""
+    """Base of messages. A message is sent as one frame: an array that begins with the tag of its
+    class."""
 
 
 class WithColumns(WireData, frozen=True):
-    """Base of messages and parts with columns. Senders give numbers; receivers get bytes."""
+    """Base of structs with columns. Senders pass numbers, and receivers pass the received bytes."""
 
     def __post_init__(self) -> None:
-        """Convert the columns, but for None, to arrays. Raises ProtocolError naming the field."""
+        """Convert all columns that are not None to arrays. Raises ProtocolError, which names the
+        field."""
         for name, column in columns_of(type(self)).items():
             value = getattr(self, name)
             if value is None:
@@ -153,15 +156,15 @@ def columns_of(cls: type[WithColumns]) -> Mapping[str, Column]:
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Raise ProtocolError unless the field's `value` consists of plain values (see `PlainMap`) and
-    is nested no deeper than MAX_PLAIN_DEPTH. `name` is the field's name in the message."""
+    """Raise ProtocolError unless the field's `value` consists of plain values (see `PlainMap`).
+    Also raise it for nesting deeper than MAX_PLAIN_DEPTH. The message names the field by `name`."""
     pending = [(value, MAX_PLAIN_DEPTH)]
     while pending:
         value, depth_left = pending.pop()
         if value is None or type(value) in (bool, int, float, str, bytes):
             continue
         if not isinstance(value, (Mapping, list, tuple)):
-            raise ProtocolError(f"{name}: {type(value).__name__} is no plain value")
+            raise ProtocolError(f"{name}: {type(value).__name__} is not a plain value")
         if depth_left == 0:
             raise ProtocolError(f"{name}: nested deeper than {MAX_PLAIN_DEPTH}")
         items: Iterable[Any] = value

@@ -1,12 +1,12 @@
 """LLM, AsyncLLM and ThreadedLLM: generation and control, in this process or over a fleet.
 
-Used by user programs, the `rollout` commands and trainer_hooks. Each name's module is imported when
-the name is first used.
+Used by user programs, `rollout.cli` and `trainer_hooks`. Each name's module is imported at the
+first use of the name.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# Module -> the names that this package exports from it. The stub beside this file lists the same.
 _HOMES = {
     "rollout.apis.async_llm": "AsyncLLM MegatronAsyncLLM",
     "rollout.apis.engine_process": "run_engine",

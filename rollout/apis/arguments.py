@@ -1,7 +1,8 @@
-"""Checks and converts the arguments of LLMs; also an LLM's submitted groups and its thread's lock.
+"""Checks and converts the arguments of LLMs, and keeps the groups that an LLM has submitted.
 
-Used by `rollout.apis.llm`, `rollout.apis.async_llm`, `rollout.apis.streaming`, `rollout.cli` and
-`rollout.testing`. `as_groups` and `config_with` change nothing. Only its LLM writes a `Groups`.
+Used by `rollout.apis.llm`, `rollout.apis.async_llm`, `rollout.apis.streaming` and
+`rollout.testing`. `as_groups` and `config_with` change nothing. Only the LLM that owns a `Groups`
+or `OneThread` changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollout.text import Prompt
 
 SamplingArgument = SamplingParams | Sequence[SamplingParams] | None
 
-# AsyncLLM's keyword parameters that LLM only passes on, and their defaults.
+# Keyword parameters that LLM passes to AsyncLLM, and their defaults.
 FLEET_DEFAULTS: Mapping[str, Any] = {
     "data_parallel_size": 1,
     "spawn": None,
@@ -44,7 +45,7 @@ def as_groups(
     prompts: Prompt | Sequence[Prompt], sampling_params: SamplingArgument, n: int
 ) -> tuple[list[tuple[Prompt, list[SamplingParams]]], bool]:
     """Return (each prompt with the parameters of its n samples, whether a single prompt was given).
-    Raises InvalidRequestError as `as_batch` and `_per_sample` do."""
+    Raises InvalidRequestError for malformed prompts or parameters, and unless `n` is at least 1."""
     batch, is_single = as_batch(prompts)
     return list(zip(batch, _per_sample(sampling_params, len(batch), n), strict=True)), is_single
 
@@ -78,9 +79,9 @@ def _is_id(item: object) -> bool:
 def _per_sample(
     sampling_params: SamplingArgument, num_prompts: int, n: int
 ) -> list[list[SamplingParams]]:
-    """Return the parameters of n samples for each prompt. Each sample's seed is mixed from a given
-    seed. Raises InvalidRequestError unless `sampling_params` are SamplingParams, one for all
-    prompts or one for each, and `n` is an integer of at least 1."""
+    """Return the parameters of n samples for each prompt. A given seed is mixed into one seed per
+    sample. Raises InvalidRequestError unless `sampling_params` is one SamplingParams for all
+    prompts or a list with one for each, and unless `n` is an integer of at least 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InvalidRequestError(f"n={n!r} must be an integer of at least 1")
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -112,9 +113,9 @@ def _per_sample(
 def config_with(
     config: InferenceConfig | None, fields: Mapping[str, Any], *more_names: str
 ) -> InferenceConfig:
-    """Return `config`, or the default config if it is None, with `fields` replaced. more_names:
-    other keywords that a user may have meant by an unknown one. Raises ConfigError for an unknown
-    field, with the nearest name, and for a value that is not valid."""
+    """Return `config` with `fields` replaced. If `config` is None, the default config is used.
+    `more_names` are other keywords that a user may have meant by an unknown one. Raises ConfigError
+    for an unknown field, naming the most similar one, and for an invalid value."""
     if not isinstance(config, InferenceConfig | None):
         raise ConfigError(
             f"inference_config={config!r:.200} must be an InferenceConfig; fields of a dictionary "
@@ -134,7 +135,7 @@ def config_with(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """All samples of one submitted prompt, in sample order, failed samples included."""
+    """All samples of one submitted prompt, in sample order, including failed samples."""
 
     group_id: int
     requests: list[DynamicInferenceRequest]
@@ -144,7 +145,7 @@ class Groups:
     """The submitted groups of one LLM. A group's id is the id of its first request."""
 
     def __init__(self) -> None:
-        # Unfinished groups: group id -> samples by request id, in order; None while a sample runs.
+        # Unfinished groups: group id -> samples by request id, in order. A running sample is None.
         self._open: dict[int, dict[int, DynamicInferenceRequest | None]] = {}
         self._group_of: dict[int, int] = {}  # request id of a running sample -> group id
         self._finished: dict[int, RolloutGroup] = {}  # in order of completion
@@ -166,10 +167,9 @@ class Groups:
         return group_id
 
     def add_finished(self, request: DynamicInferenceRequest) -> None:
-        """Add a finished sample to its group. Ignores a request of no group, which was added to the
-        engine directly, or whose group was dropped."""
+        """Add a finished sample to its group. A request without a registered group is ignored."""
         group_id = self._group_of.pop(request.request_id, None)
-        if group_id is None:
+        if group_id is None:  # added to the engine directly, or its group was dropped
             return
         samples = self._open[group_id]
         samples[request.request_id] = request
@@ -179,19 +179,19 @@ class Groups:
             del self._open[group_id]
 
     def num_wanted(self, num_groups: int | None) -> int:
-        """Return the number of groups that `collect(num_groups)` waits for. Raises
+        """Return the number of groups for which `collect(num_groups)` waits. Raises
         InvalidRequestError for a negative `num_groups`."""
         if num_groups is not None and num_groups < 0:
             raise InvalidRequestError(f"num_groups={num_groups} must be 0 or more, or None for all")
         return self.num_submitted if num_groups is None else min(num_groups, self.num_submitted)
 
     def has_unfinished(self, group_ids: Sequence[int]) -> bool:
-        """Return whether one of these groups is unfinished."""
+        """Return whether any of these groups is unfinished."""
         return any(group_id in self._open for group_id in group_ids)
 
     def unfinished_requests(self, group_ids: Sequence[int]) -> list[int]:
         """Return the ids of the groups' samples that still run. Raises EngineStateError for a group
-        that is unknown or was returned already."""
+        that is unknown or was already returned."""
         for group_id in group_ids:
             if group_id not in self._open and group_id not in self._finished:
                 raise EngineStateError(f"group {group_id} is unknown, or was returned already")
@@ -213,7 +213,6 @@ class Groups:
         return left
 
     def take(self, group_id: int) -> RolloutGroup:
-        """Remove a finished group and return it."""
         return self._finished.pop(group_id)
 
     def take_finished(self, count: int) -> list[RolloutGroup]:
@@ -222,18 +221,16 @@ class Groups:
 
 
 class OneThread:
-    """A lock for the one thread that generates; other threads are refused at once.
-
-    Steps of one thread would end requests for which another thread waits.
-    """
+    """A lock for the thread that generates. Other threads get an error instead of waiting. Without
+    it, another thread's steps end requests for which this thread waits."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
     @contextmanager
     def calling(self, method: str) -> Iterator[None]:
-        """Hold the lock during the block. method: what the caller does, for the message. Raises
-        EngineStateError if another thread holds it."""
+        """Hold the lock during the block. `method` names the caller in the message. Raises
+        EngineStateError if another thread holds the lock."""
         if not self._lock.acquire(blocking=False):
             raise EngineStateError(
                 f"cannot {method} while another thread is in generate, submit or collect of this "

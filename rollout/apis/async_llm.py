@@ -1,7 +1,8 @@
 """AsyncLLM: generation and control over a fleet of engine processes, for asyncio.
 
-Used by user programs, `rollout.cli.serve`, and `rollout.apis.llm` for an LLM over a fleet, through
-FleetRuntime. It starts and ends the fleet's processes, and keeps a client of the coordinator.
+Used by user programs, `rollout.cli.serve`, `trainer_hooks.train`, `rollout_verl.server`, and
+`rollout.apis.fleet_runtime` for an LLM over a fleet. It starts and ends the fleet's processes, and
+keeps a client of the coordinator.
 """
 
 from __future__ import annotations
@@ -43,19 +44,20 @@ from rollout.text import Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
-_NOTICE_S = 1.0  # wait for the end of the coordinator's process after that of the connection
+_NOTICE_S = 1.0  # wait for the coordinator process's end after the connection's end
 
 
 class AsyncLLM(AsyncGeneration, AsyncControlCalls):
-    """A model in `data_parallel_size` engine processes behind a coordinator. An async context
-    manager: leaving it ends all processes that it started.
+    """A model in `data_parallel_size` engine processes behind a coordinator.
 
-    `model`, `tokenizer`, `inference_config` and `config_fields` are as for LLM. Methods of LLM's
-    names are awaited here. They take effect on all engines, and return when the last engine has
-    confirmed.
+    It is an async context manager, and leaving it ends all processes that it started. `model`,
+    `tokenizer`, `inference_config` and `config_fields` are as for LLM. Methods with the names of
+    LLM's methods are awaited here. They take effect on all engines, and return when the last engine
+    has confirmed.
 
-    Without a host or a port, only processes of the same user can join. With one, every process that
-    can connect to it can join, or, with `curve` in `coordinator_options`, peers with a known key.
+    Without a host or a port, only processes of the same user can join the fleet. Otherwise every
+    process that can connect to the coordinator can join. With `curve` in `coordinator_options`,
+    only peers with a known key can join.
     """
 
     _fleet: FleetProcesses | None
@@ -82,15 +84,19 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     ) -> None:
         """Start the fleet's processes and wait until they run.
 
-        spawn: number of engines to start; None for all. The others connect to `address`, as
-        `rollout engine --join` does. coordinator_host, coordinator_port: where the coordinator
-        listens; None for a socket of this user. coordinator_options: further arguments of
-        DataParallelInferenceCoordinator, such as schedule_output_path or limits.
-        max_engine_restarts: how often in a row a failed engine is started again. start_timeout_s:
-        most seconds that a process takes to start, and that requests wait for an engine. launcher:
-        starts the engines, such as rollout.launch.ray on other hosts; None for processes here.
+        spawn: number of engines to start; None for all engines. Other engines connect to `address`,
+            for example with `rollout engine --join`.
+        coordinator_host, coordinator_port: address at which the coordinator listens; None for a
+            socket of this user.
+        coordinator_options: further arguments of DataParallelInferenceCoordinator, such as
+            schedule_output_path or limits.
+        max_engine_restarts: how often in a row a failed engine is started again.
+        start_timeout_s: maximum seconds for the start of a process, and for the wait of requests
+            for an engine.
+        launcher: starts the engines, for example on other hosts with rollout.launch.ray; None for
+            processes on this machine.
         weight_transport: a name from docs/weight_transports.md, or a transport object; None for
-        "shared", which reaches engines on this machine.
+            "shared", which reaches engines on this machine.
 
         Raises ConfigError, ModelError, and the error that keeps a process from starting.
         """
@@ -135,9 +141,13 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         curve: CurveKeys | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Connect to the fleet of a running coordinator, which goes on when this AsyncLLM ends.
+        """Connect to the fleet of a running coordinator. The fleet continues after this AsyncLLM
+        ends.
+
         `address`, `seed` and `curve` are as for InferenceClient. The engines' config decides
-        whether weights that are not finite are refused. Raises CoordinatorLostError."""
+        whether non-finite weights are refused. Raises CoordinatorLostError if the coordinator does
+        not answer.
+        """
         llm = cls.joined(
             address, tokenizer, seed=seed, curve=curve, weight_transport=weight_transport
         )
@@ -155,8 +165,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         model_directory: str | None = None,
         weight_transport: str | WeightTransport | None = None,
     ) -> AsyncLLM:
-        """Return an AsyncLLM as `connect` does, but without connecting; its first call connects.
-        model_directory: the model's directory, which a server reads."""
+        """Return an AsyncLLM as `connect` does, but without connecting. Its first awaited call
+        connects. `model_directory` is the model's directory, which a server reads."""
         llm = cls.__new__(cls)
         dialled = address_of(address)
         push = WeightPush(weight_transport, False, partial(host_towards, dialled))
@@ -189,7 +199,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     @property
     def client(self) -> InferenceClient:
         """The client of the coordinator. Raises EngineStateError before the start and after the
-        end, CoordinatorLostError if the fleet has ended."""
+        end, and CoordinatorLostError if the fleet has ended."""
         if self._lost is not None:
             raise CoordinatorLostError(*self._lost.args)
         if self._client is None:
@@ -198,8 +208,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state after the latest control call of this object; RUNNING before a start.
-        Other clients may have changed it."""
+        """The fleet's state after the latest control call of this object; RUNNING before a start,
+        STOPPED after the end. Other clients may have changed the fleet's state since then."""
         if self._end is not None:
             return EngineState.STOPPED
         client = self._client
@@ -207,7 +217,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
     @property
     def weights_version(self) -> int:
-        """The fleet's weights version by the latest control call of this object."""
+        """The fleet's weights version after the latest control call of this object."""
         client = self._client
         return self._weights_version if client is None else client.weights_version
 
@@ -215,8 +225,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         await self.start()
 
     async def start(self) -> InferenceClient:
-        """Connect to the coordinator, unless connected. Returns the client. All awaited methods
-        begin with it. Raises EngineStateError after the end."""
+        """Connect to the coordinator, unless connected, and return the client. The awaited methods
+        call it first. Raises EngineStateError after the end."""
         async with self._start_lock:
             if self._end is not None:
                 raise EngineStateError("this AsyncLLM is shut down; make a new one")
@@ -232,8 +242,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     # ---- the end of pending calls
 
     def _on_fleet_lost(self, error: CoordinatorLostError) -> None:
-        """Fail all pending calls, because the fleet's processes end. FleetProcesses calls this in
-        another thread."""
+        """Fail all pending calls, because the fleet's processes end. Called in another thread."""
         self._lost = error
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
@@ -293,9 +302,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         return list(self.client.completion_futures.values())
 
     async def lost(self) -> RolloutError:
-        """Wait until the client has ended, and return the reason. A client ends when the
-        coordinator is lost, when it is shut down, or when this process stood still for longer than
-        the client's lease. It does not connect again."""
+        """Wait until the client has ended, and return the reason. The client does not connect
+        again. A client ends when the coordinator is lost, when the client is shut down, or when
+        this process stood still for longer than the client's lease."""
         listener = self.client.listener_task
         assert listener is not None, "this AsyncLLM is started"
         await asyncio.wait([listener])
@@ -310,22 +319,24 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     async def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
         """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
 
-        If not `blocking`, returns once the server listens at `serving.address`. Raises ConfigError,
-        and EngineStateError if it serves already. If the coordinator is lost, the server ends with
-        CoordinatorLostError, which is raised here, or kept in `serving.lost` if not `blocking`.
+        If not `blocking`, returns when the server listens at `serving.address`. If the coordinator
+        is lost, the server ends with CoordinatorLostError. This error is raised if `blocking`, and
+        otherwise kept in `serving.lost`. Raises ConfigError, and EngineStateError if a server runs
+        already.
         """
         await self.start()
         await self.serving.start(config or ServeConfig(), blocking=blocking)
 
     async def stop_serving(self, drain_timeout_s: float | None = None) -> None:
-        """End `serve`, if it serves. Running requests may go on for `drain_timeout_s` seconds
+        """End `serve`, if a server runs. Running requests get `drain_timeout_s` seconds to finish
         (None: as configured)."""
         await self.serving.stop(drain_timeout_s)
 
     # ---- control. If the caller is cancelled, its command still runs to its end
 
     async def do(self, command: Command[R]) -> R:
-        """Run a control call on all engines. Returns its result when the last one has confirmed."""
+        """Run a control call on all engines. Returns its result after the last engine has
+        confirmed."""
         client = await self.start()
         async with self._named_errors():
             return await asyncio.shield(client.do(command))
@@ -335,9 +346,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     ) -> WeightUpdateReport:
         """Replace the weights of all engines, or of none, through the `weight_transport`.
 
-        Takes the arguments of LLM.update_weights. The tensors must not change until this returns.
-        If the caller is cancelled, an update that has begun goes on, and the caller does not learn
-        whether it succeeded.
+        The arguments are those of LLM.update_weights. The tensors must not change until this call
+        returns. If the caller is cancelled, an update that has begun continues, and its result is
+        lost.
         """
         await self.start()
         update = asyncio.ensure_future(
@@ -351,13 +362,13 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
             return await asyncio.shield(update)
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """Send later updates by another transport than the `weight_transport` of the constructor.
-        docs/weight_transports.md lists the names. This AsyncLLM closes a WeightTransport that it is
-        given. Raises ConfigError for an unknown name."""
+        """Use another transport than the constructor's `weight_transport` for later updates.
+        docs/weight_transports.md lists the names. This AsyncLLM closes a given WeightTransport at
+        its end. Raises ConfigError for an unknown name."""
         self._push.use(transport)
 
     async def weights_checksum(self) -> str:
-        """Return the checksum of the weights that all engines serve; equal on all of them."""
+        """Return the checksum of the weights that all engines serve."""
         client = await self.start()
         async with self._named_errors():
             return (await client.engine_stats()).weights_checksum
@@ -370,23 +381,23 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         return fleet_stats(results)
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return each engine's checksums of the weights from index `start` on, by its rank. One
-        call returns as many as a page holds."""
+        """Return one page of each engine's weight checksums, from index `start` on, by the engine's
+        rank."""
         client = await self.start()
         async with self._named_errors():
             return (await client.weight_checksums(start)).by_rank
 
     async def shutdown(self, *, end_fleet: bool | None = None) -> None:
-        """End this AsyncLLM, from any state. A second call waits for the first. end_fleet: whether
-        to end all engines and the coordinator; None to end them if this AsyncLLM started them. A
-        fleet that is not ended goes on; only this AsyncLLM's requests are aborted."""
+        """End this AsyncLLM, from any state. A second call waits for the first. `end_fleet` is
+        whether to end all engines and the coordinator. None ends them if this AsyncLLM started
+        them. If the fleet is not ended, only this AsyncLLM's requests are aborted."""
         if self._end is None:
             ends_fleet = self._fleet is not None if end_fleet is None else end_fleet
             self._end = asyncio.ensure_future(self._shut_down(ends_fleet))
         await asyncio.shield(self._end)
 
     async def _shut_down(self, ends_fleet: bool) -> None:
-        async with AsyncExitStack() as last:  # each callback runs, whatever another one raises
+        async with AsyncExitStack() as last:  # every callback runs, even if another one raises
             last.push_async_callback(self._push.close)
             if self._fleet is not None:
                 self._fleet.end_restarts()
@@ -404,7 +415,7 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
     async def __aenter__(self) -> AsyncLLM:
         try:
             await self.start()
-        except BaseException:  # __aexit__ is not called then; processes would be left
+        except BaseException:  # __aexit__ is not called after an error here
             await self.shutdown()
             raise
         return self

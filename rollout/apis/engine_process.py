@@ -1,7 +1,7 @@
-"""run_engine: runs one engine of a fleet in this process, and connects it to the coordinator.
+"""run_engine: runs one engine of a fleet in this process, connected to the coordinator.
 
-Launchers (rollout.launch) run this module in a child process, since FleetProcesses names it in
-their jobs. `rollout.cli.engine` calls `run_engine` for `rollout engine --join`.
+`rollout.cli.engine` calls `run_engine` for `rollout engine --join`. The launchers of
+`rollout.launch` run this module in child processes, for the jobs of `rollout.apis.fleet_processes`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,20 @@ def run_engine(
     register_timeout_s: float = REGISTER_S,
     on_registered: Callable[[], object] = lambda: None,
 ) -> None:
-    """Build an engine and run it for the coordinator at `address`, until that sends SHUTDOWN.
+    """Build an engine and run it for the coordinator at `address`, until SHUTDOWN arrives.
 
-    Call it in a process of its own, which it blocks. address: `AsyncLLM.address`, or a port on
-    loopback. model, tokenizer: as for LLM. curve: this engine's keys; None without encryption.
-    on_registered: called once the coordinator has registered the engine.
+    It blocks, so call it in a process of its own. An engine can join at any time. If the fleet
+    serves later weights than `weights_version`, the engine fetches them first, provided that the
+    trainer keeps them.
 
-    An engine may join at any time. If the fleet serves later weights than `weights_version`, the
-    engine fetches them before it gets requests, provided the trainer keeps them.
+    address: `AsyncLLM.address`, or a port on loopback.
+    model, tokenizer: as for LLM.
+    curve: this engine's keys; None without encryption.
+    on_registered: called when the coordinator has registered the engine.
 
-    Raises ConfigError and ModelError, the coordinator's error if it refuses the engine, and
-    CoordinatorLostError without an answer within `register_timeout_s`.
+    Raises ConfigError, ModelError, and the coordinator's error if it refuses the engine. Raises
+    CoordinatorLostError if there is no answer within `register_timeout_s`, or if the connection is
+    lost later.
     """
     config, model = inference_config or InferenceConfig(), model_directory(model)
     engine = make_engine(model, config, tokenizer_of(model, tokenizer), weights_version)
@@ -68,9 +71,9 @@ def run_engine(
 
 
 def _serve_parent(pipe: Connection, address: str, arguments: dict[str, Any]) -> None:
-    """Run an engine with run_engine's `arguments`. Sends "registered" over `pipe` once it is
-    registered, or the error that keeps the engine from starting, which the parent raises. Exits
-    without a traceback then, and if the coordinator is lost after the start."""
+    """Run an engine with run_engine's `arguments`, and report its start over `pipe`. Sends
+    "registered", or the ConfigError or ModelError that keeps the engine from starting. Exits
+    without a traceback after such an error, and if the coordinator is lost after the start."""
     is_registered = False
 
     def report() -> None:

@@ -1,8 +1,13 @@
-"""make_engine: makes the engine that a config names, this package's or another package's.
+"""make_engine: creates the engine that a config names, from this or another package.
 
 Used by `rollout.apis.spmd`, for LLM, and by `rollout.apis.engine_process`. Another package offers
+<<<<<<< HEAD
 an engine by an entry point of ENGINE_PACKAGES: a function with the arguments of `make_engine`,
 which returns a `rollout.engine.engine.Engine`. It is imported when a config names it.
+=======
+an engine with an entry point in the group "rollout.engines", which is imported when a config names
+it. The entry point is a function with the arguments and the result of `make_engine`.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -27,10 +32,11 @@ def make_engine(
     tokenizer: Tokenizer | None,
     weights_version: int,
 ) -> Engine:
-    """Return a new engine of the package that `config.engine` names.
+    """Return a new engine from the package that `config.engine` names.
 
-    Arguments are those of DynamicInferenceEngine.from_model. Raises ConfigError for an unknown
-    engine, for one whose package is missing, and for fields that it cannot follow; ModelError.
+    The arguments are those of DynamicInferenceEngine.from_model. Raises ConfigError for an unknown
+    engine, for a missing package, and for fields that the engine does not support. Raises
+    ModelError for a model that cannot be built.
     """
     if config.engine == OWN_ENGINE:
         return DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)

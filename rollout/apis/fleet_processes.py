@@ -1,6 +1,7 @@
 """FleetProcesses: starts, watches and ends the processes of a coordinator and its engines.
 
-Used by `rollout.apis.async_llm`. It starts child processes, and engines by a launcher.
+Used by `rollout.apis.async_llm`. It starts the coordinator as a child process, and the engines with
+a launcher.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from rollout.models.checkpoints.loading import without_shards
 from rollout.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
-_LEAVE_S = 5.0  # for processes that were asked to end, before SIGTERM
-_END_S = 5.0  # after SIGTERM, before SIGKILL
+_LEAVE_S = 5.0  # wait after the request to end, before SIGTERM
+_END_S = 5.0  # wait after SIGTERM, before SIGKILL
 REMIND_S = 30.0  # between two log lines about processes that have not started
 _ENGINE_MODULE = "rollout.apis.engine_process"
 
 
 class FleetProcesses:
-    """The processes of a fleet, from the constructor, which starts them, to `close`.
+    """The processes of a fleet. The constructor starts them, and `close` ends them.
 
-    The coordinator is a child process. `launcher` starts the engines, and restarts an engine that
-    fails up to `max_engine_restarts` times. The fleet is lost when the coordinator ends, or when
-    the last engine has used up its restarts and no engine is expected to join. Then all processes
-    are ended, and another thread calls `on_lost` with the error.
+    `launcher` starts the engines, and restarts a failed engine up to `max_engine_restarts` times.
+    The fleet is lost when the coordinator ends. It is also lost when the last engine has used up
+    its restarts and no other engine is expected to join. All processes are then ended, and another
+    thread calls `on_lost` with the error.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class FleetProcesses:
         start_timeout_s: float,
         on_lost: Callable[[CoordinatorLostError], object],
     ) -> None:
-        """Start the processes and wait until they run. Raises ConfigError and their start errors.
+        """Start the processes and wait until they run.
 
-        coordinator: arguments of DataParallelInferenceCoordinator. engine: arguments of run_engine.
-        spawn: number of engines to start; None for all.
+        coordinator: arguments of DataParallelInferenceCoordinator.
+        engine: arguments of run_engine.
+        spawn: number of engines to start; None for all engines.
+
+        Raises ConfigError, and the error that keeps a process from starting.
         """
         num_expected = coordinator["data_parallel_size"]
         if spawn is not None and not 0 <= spawn <= num_expected:
@@ -99,8 +103,8 @@ class FleetProcesses:
         self.address = str(self._coordinator.started.result())
 
     def _await_start(self) -> None:
-        """Wait until all processes have started, and log each engine that has, and the names of
-        late ones. Raises the error of a start that fails, or `lost`."""
+        """Wait until all processes have started, and log their progress. Raises the error of a
+        start that fails, or `lost`."""
         start, waiting = time.monotonic(), [self._coordinator, *self._engines]
         while waiting:
             starts = [process.started for process in waiting]
@@ -125,8 +129,7 @@ class FleetProcesses:
         self._fail(f"the coordinator is lost: {end}")
 
     def _engine_ended(self, name: str, reason: str | None) -> None:
-        """Count an engine that failed for good. reason: None after an orderly stop, not counted."""
-        if reason is None:
+        if reason is None:  # an orderly stop
             return
         with self._lock:
             self._num_engines_lost += 1
@@ -135,7 +138,7 @@ class FleetProcesses:
             self._fail(f"no engine is left: {name} has used up its restarts ({reason})")
 
     def _fail(self, reason: str) -> None:
-        """End the fleet as lost for `reason`, unless it is lost or closing already."""
+        """End the fleet as lost for `reason`, unless it is already lost or closing."""
         with self._lock:
             if self._is_closing or self.lost is not None:
                 return
@@ -155,8 +158,8 @@ class FleetProcesses:
             process.end_restarts()
 
     def close(self, *, asked: bool = True) -> None:
-        """End all processes and wait for their ends. A second call does nothing. asked: whether
-        they were asked to end already, so that they get some seconds for it."""
+        """End all processes and wait for their ends. A second call does nothing. If `asked`, the
+        processes were already asked to end and get a few seconds for it."""
         self.end_restarts()
         processes = [self._coordinator, *self._engines]
         if asked:
@@ -196,7 +199,7 @@ def coordinator_arguments(
     }
     policy = arguments["prefix_caching_coordinator_policy"]
     if type(policy) is str:
-        # Looked up here, because the child does not know policies registered in this process.
+        # The child process does not know policies that were registered in this process.
         arguments["prefix_caching_coordinator_policy"] = find_policy(policy)
     return arguments
 
@@ -208,7 +211,7 @@ def engine_arguments(
     weights_version: int,
     start_timeout_s: float,
 ) -> dict[str, Any]:
-    """Return the arguments of `run_engine` except the address and the keys. Raises ConfigError and
+    """Return the arguments of `run_engine`, except the address and the keys. Raises ConfigError and
     ModelError."""
     if config.pg_collection is not None:
         raise ConfigError(
@@ -226,16 +229,16 @@ def engine_arguments(
 
 def _with_keys(coordinator: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the coordinator's arguments with new CURVE keys, for engines on other hosts. Arguments
-    that have keys, or `insecure`, are returned unchanged."""
+    that already have keys, or set `insecure`, are returned unchanged."""
     if coordinator.get("curve") is not None or coordinator.get("insecure"):
         return coordinator
     return {**coordinator, "curve": CurveServerKeys.made()}
 
 
 def _with_threads(config: InferenceConfig, launcher: Launcher, num_engines: int) -> InferenceConfig:
-    """Return the config of one of `num_engines` engines, with the threads of each of its ranks. A
-    given `num_threads` stays. Otherwise the ranks share the threads that the launcher has for an
-    engine; None if the launcher does not know."""
+    """Return the config of one of `num_engines` engines, with `num_threads` set for each rank. A
+    given `num_threads` is kept. Otherwise the ranks share the number of threads that the launcher
+    has for an engine. It stays None if the launcher does not know this number."""
     num_threads = config.num_threads
     if num_threads is None and (of_engine := launcher.num_threads(num_engines)) is not None:
         num_threads = max(1, of_engine // config.tensor_parallel_size)

@@ -1,7 +1,7 @@
-"""FleetRuntime: an AsyncLLM for callers without asyncio, in the event loop of its own thread.
+"""FleetRuntime: runs an AsyncLLM for callers without asyncio.
 
-Used by `rollout.apis.llm`, for `use_coordinator=True`. It starts a thread, and the AsyncLLM's
-processes.
+Used by `rollout.apis.llm`, for `use_coordinator=True`. It starts a thread with an event loop, and
+the AsyncLLM's processes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
 _T = TypeVar("_T")
-CALLS_S = 5.0  # seconds that a shutdown waits for running calls after the fleet has ended
+CALLS_S = 5.0  # longest wait of a shutdown for running calls, after the fleet has ended
 
 
 class FleetRuntime:
-    """The runtime of an LLM over a fleet: the methods of InProcessRuntime that LLM calls. `make`
-    returns a new AsyncLLM. The constructor starts it and raises its errors."""
+    """The runtime of an LLM over a fleet, with the methods of InProcessRuntime that LLM calls. The
+    constructor calls `make` for a new AsyncLLM, starts it, and raises its errors."""
 
     def __init__(self, make: Callable[[], AsyncLLM]) -> None:
         self._llm = make()
         self._pid = os.getpid()  # the process with the event loop's thread
         self.tokenizer = self._llm.tokenizer
         self._ended: queue.Queue[DynamicInferenceRequest] = queue.Queue()
-        # Unfinished requests; written by the loop's thread alone. A request is put into `_ended`
-        # before it leaves.
+        # Unfinished requests, which only the loop's thread writes. A request is put into `_ended`
+        # before it is removed here.
         self._open: dict[int, RequestFuture] = {}
         self._lock = threading.Lock()  # guards scheduling: nothing is scheduled after shutdown
         self._end: Future[None] | None = None
@@ -52,7 +52,7 @@ class FleetRuntime:
         self._thread.start()
         try:
             self._run(self._llm.start())
-        except BaseException:  # even after Ctrl-C nobody else can end the thread
+        except BaseException:  # Ctrl-C included, because nothing else can end the thread
             self.shutdown()
             raise
 
@@ -61,8 +61,8 @@ class FleetRuntime:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the event loop, wait for it and return its result. Raises
-        EngineStateError in a forked child, and if the LLM is or gets shut down."""
+        """Run a coroutine in the event loop, and wait for its result. Raises EngineStateError in a
+        forked child, and if the LLM is shut down before the result."""
         try:
             self._require_own_process()
             with self._lock:
@@ -97,8 +97,8 @@ class FleetRuntime:
         self, groups: Sequence[tuple[Prompt, Sequence[SamplingParams]]], priority: int
     ) -> list[Sequence[int]]:
         """Queue all groups or none. Returns the request ids of each group. Raises
-        InvalidRequestError for a malformed prompt. A fault that only an engine finds, such as an id
-        beyond the vocabulary, fails the request later."""
+        InvalidRequestError for a malformed prompt. A request fails later if only an engine finds
+        its fault, such as a token id beyond the vocabulary."""
         return self._run(self._submit(groups, priority))
 
     async def _submit(
@@ -118,7 +118,7 @@ class FleetRuntime:
 
     def advance(self, timeout_s: float | None) -> None:
         """Wait until a request has ended, or for `timeout_s` seconds (None: without limit).
-        `take_ended` returns the request. If the coordinator is lost, all requests end FAILED.
+        `take_ended` then returns the request. If the coordinator is lost, all requests end FAILED.
         Raises EngineStateError if no request is unfinished or the engines do not run."""
         self._require_own_process()
         if not self._open and self._ended.empty():
@@ -138,7 +138,8 @@ class FleetRuntime:
         return ended
 
     def abort(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequest]:
-        """Abort requests and wait for their end. Returns what `take_ended` returns then."""
+        """Abort requests and wait for their end. Returns all requests that `take_ended` would
+        return."""
         self._run(self._abort(request_ids))
         return self.take_ended()
 
@@ -151,7 +152,7 @@ class FleetRuntime:
             await asyncio.sleep(0)  # lets the futures' callbacks run
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """Cancel requests, so that their results are dropped. Ignores ended requests."""
+        """Cancel requests and discard their results. Ended requests are ignored."""
         self._run(self._drop(request_ids))
 
     async def _drop(self, request_ids: Sequence[int]) -> None:
@@ -170,37 +171,31 @@ class FleetRuntime:
         return self._llm.weights_version
 
     def do(self, command: Command[R]) -> R:
-        """Run a control call on all engines. Returns its result when the last one has confirmed."""
         return self._run(self._llm.do(command))
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Replace the weights of all engines, or of none. See AsyncLLM.update_weights."""
         return self._run(self._llm.update_weights(named_tensors, version, in_flight))
 
     def weights_checksum(self) -> str:
-        """Return the checksum of the weights that all engines serve."""
         return self._run(self._llm.weights_checksum())
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """Send later updates by another transport. See AsyncLLM.use_weight_transport."""
         self._llm.use_weight_transport(transport)
 
     def serve(self, config: ServeConfig) -> tuple[str, int]:
-        """Serve over HTTP until `stop_serving`. Returns host and port. See AsyncLLM.serve."""
+        """Serve over HTTP until `stop_serving`. Returns (host, port). See AsyncLLM.serve."""
         self._run(self._llm.serve(config, blocking=False))
         address = self._llm.serving.address
         assert address is not None, "it listens"
         return address
 
     def require_serving(self) -> None:
-        """Raise the error that ended the server, if one did."""
         if (error := self._llm.serving.lost) is not None:
             raise error
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
-        """End `serve`. See AsyncLLM.stop_serving."""
         self._run(self._llm.stop_serving(drain_timeout_s))
 
     def shutdown(self) -> None:
@@ -219,11 +214,10 @@ class FleetRuntime:
             self._thread.join()
 
     async def _shut_down(self) -> None:
-        """Shut the AsyncLLM down, and wait up to CALLS_S for running calls: threads wait for
-        them."""
         try:
             await self._llm.shutdown()
         finally:
+            # Threads of the program wait for these calls.
             calls = asyncio.all_tasks() - {asyncio.current_task()}
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), CALLS_S)

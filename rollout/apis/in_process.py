@@ -1,8 +1,8 @@
-"""InProcessRuntime: runs the requests and control calls of an LLM by an engine in this process.
+"""InProcessRuntime: runs an LLM's requests and control calls on an engine in this process.
 
-Made by `rollout.apis.spmd` for LLM (`rollout.apis.llm`); ThreadedLLM (`rollout.apis.threaded_llm`)
-and EngineServer (`rollout.apis.serving`) use the LLM's. It changes the engine. It keeps the
-requests that ended until the LLM takes them.
+`rollout.apis.spmd` creates it for LLM (`rollout.apis.llm`), and ThreadedLLM
+(`rollout.apis.threaded_llm`) uses the LLM's. It changes the engine, and keeps ended requests until
+the LLM takes them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from rollout.weights.update import NamedTensors
 
 
 class InProcessRuntime:
-    """Runs an LLM's requests by an engine in this process. One thread submits, steps, aborts and
-    drops requests. Control calls of other threads take effect between two of its steps."""
+    """Runs an LLM's requests on an engine in this process. Only one thread submits, steps, aborts
+    and drops requests. Other threads may make control calls, which take effect between two steps.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, *, has_ranks: bool) -> None:
-        """Make the runtime of `engine`. `has_ranks`: whether other processes are ranks of it."""
+        """`has_ranks` is whether other processes are ranks of the engine."""
         self.engine, self.tokenizer, self.has_ranks = engine, tokenizer, has_ranks
         self._ended: list[DynamicInferenceRequest] = []
         # Held for each step, and for each command.
         self._step_lock = FairLock()
-        # Held while an update is staged, which needs the weights in place. Taken before _step_lock.
+        # Held while an update is staged: the weights must stay in place. Taken before _step_lock.
         self._weights_lock = FairLock()
-        # Called after each command, which may let steps run again.
+        # Called after each control call, because steps may be possible again.
         self.on_command: Callable[[], None] = lambda: None
 
     def submit(
@@ -51,9 +52,8 @@ class InProcessRuntime:
             return list(self.engine.add_groups(listed, priority=priority))
 
     def advance(self, timeout_s: float | None) -> None:
-        """Run one step and keep the requests that ended for `take_ended`. Ignores `timeout_s`.
-        Raises EngineStateError if no request can end: the engine is paused or stopped, or has none.
-        """
+        """Run one step and keep the requests that ended for `take_ended`. `timeout_s` is ignored.
+        Raises EngineStateError if the engine is paused or stopped, or has no requests."""
         with self._step_lock, deferred_signals():
             if self.state is EngineState.RUNNING and not self.engine.has_unfinished_requests():
                 raise EngineStateError(
@@ -64,15 +64,15 @@ class InProcessRuntime:
 
     @property
     def can_step(self) -> bool:
-        """Whether a step would do something. Any thread may read it."""
+        """Whether the engine runs and has requests. Any thread may read it."""
         return self.state is EngineState.RUNNING and self.engine.has_unfinished_requests()
 
     def step(
         self, streamed: Sequence[tuple[int, int]] = ()
     ) -> tuple[list[DynamicInferenceRequestRecord], TokenRuns | None]:
-        """Run one step if `can_step`. Returns the records of the requests that ended, and tokens.
-        streamed: (request id, number of tokens already reported) of each running request whose new
-        tokens are wanted. The tokens are None if `streamed` is empty or no step ran."""
+        """Run one step if `can_step`. Returns the records of the requests that ended, and new
+        tokens. `streamed` has (request id, number of tokens already reported) for each request
+        whose new tokens are wanted. The tokens are None if `streamed` is empty or no step ran."""
         with self._step_lock, deferred_signals():
             if not self.can_step:
                 return [], None
@@ -84,7 +84,6 @@ class InProcessRuntime:
         self._ended.append(finished_request(record, self.tokenizer))
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if the process of one of the engine's ranks has ended."""
         with self._step_lock:
             self.engine.check_ranks()
 
@@ -103,7 +102,7 @@ class InProcessRuntime:
             return self.engine.abort_request(request_id)
 
     def drop(self, request_ids: Sequence[int]) -> None:
-        """End requests now, in any state, and return nothing of them. Ignores ended requests."""
+        """End requests now, in any state, and discard their results. Ended requests are ignored."""
         for request_id in request_ids:
             # A request that has ended is unknown to the engine.
             with suppress(EngineStateError), self._step_lock:
@@ -138,15 +137,15 @@ class InProcessRuntime:
             return self.engine.weights_checksum()
 
     def warm_up(self) -> int:
-        """Capture steps in advance. Returns their number. See Engine.warm_up."""
+        """Capture steps in advance. Returns the number of captured steps. See Engine.warm_up."""
         with self._step_lock:
             return self.engine.warm_up()
 
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None, in_flight: bool
     ) -> WeightUpdateReport:
-        """Replace all weights, or none. Steps go on while the update is staged and wait for its
-        commit. See Engine.update_weights."""
+        """Replace all weights, or none. See Engine.update_weights. Steps continue while the update
+        is staged, and wait only for its commit."""
         try:
             with self._weights_lock:
                 with self._step_lock:
@@ -158,18 +157,15 @@ class InProcessRuntime:
             self.on_command()
 
     def shutdown(self) -> None:
-        """Stop the engine for good, between two steps."""
         with self._step_lock:
             self.engine.shutdown()
         self.on_command()
 
 
 class FairLock:
-    """A reentrant lock. A thread that releases it gets it again only after a thread that waits.
-
-    A `threading.Lock` goes to the first thread that asks after a release. That is usually the
-    thread that released it, so a loop of steps would starve a thread with new weights.
-    """
+    """A reentrant lock that goes to a waiting thread before the releasing thread gets it again. A
+    `threading.Lock` usually goes back to the thread that released it. A loop of steps then keeps
+    control calls waiting forever."""
 
     def __init__(self) -> None:
         self._entrance = threading.Lock()

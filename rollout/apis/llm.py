@@ -1,8 +1,9 @@
-"""LLM: generation and control in a few lines, by an engine in this process or by a fleet.
+"""LLM: generation and control in a few lines, on an engine in this process or on a fleet.
 
-Used by user programs, `rollout.cli`, `rollout.testing`, `rollout.apis.threaded_llm` and
-`rollout.apis.serving`. An LLM keeps the submitted groups and the HTTP server. Its runtime
-(InProcessRuntime, FleetRuntime or FollowerRuntime) has the engine or the fleet.
+Used by user programs, `rollout.cli`, `trainer_hooks.train`, `trainer_hooks.trl_rollouts`,
+`rollout.testing`, `rollout.apis.threaded_llm` and `rollout.apis.serving`. An LLM keeps the
+submitted groups and the HTTP server. Its runtime (InProcessRuntime, FleetRuntime or
+FollowerRuntime) has the engine or the fleet.
 """
 
 from __future__ import annotations
@@ -53,31 +54,34 @@ from rollout.text import Prompt, Tokenizer, tokenizer_of
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.update import NamedTensors
 
-_LOST_CHECK_S = 1.0  # between two checks whether a server has ended by itself
+_LOST_CHECK_S = 1.0  # between two checks whether an error has ended the server
 
 
 class LLM(ControlCalls):
-    """A model and the engine that serves it. A context manager: leaving it shuts the engine down.
+    """A model and the engine that serves it. It is a context manager; leaving it shuts the engine
+    down.
 
-    `model` is a Hugging Face directory, a transformers model, or a model of rollout.models.
-    `tokenizer` is a Tokenizer, a transformers tokenizer or a `tokenizers.Tokenizer`. If it is None,
-    the tokenizer in the model's directory is used; without one, prompts are token ids.
-    `weights_version`: version of the model's weights. `options`: fields of InferenceConfig, which
-    replace those of `inference_config`, and, with `use_coordinator`, keywords of AsyncLLM. Raises
-    ConfigError, for an unknown option with the nearest name, and ModelError.
+    model: a Hugging Face directory, a transformers model, or a model of rollout.models.
+    tokenizer: a Tokenizer, a transformers tokenizer or a `tokenizers.Tokenizer`. None uses the
+        tokenizer in the model's directory. If there is no tokenizer, prompts are token ids.
+    weights_version: version of the model's weights.
+    options: fields of InferenceConfig, which replace those of `inference_config`. If
+        `use_coordinator` is set, keywords of AsyncLLM are allowed, too.
 
-    The engine is in this process and works while `generate` or `collect` runs. With
+    Raises ConfigError and ModelError. For an unknown option the error names the most similar one.
+
+    By default the engine is in this process and works while `generate` or `collect` runs. With
     `use_coordinator`, `data_parallel_size` engines work all the time, each in a process of its own
     behind a coordinator. The methods are the same, and return when the last engine has confirmed.
-    The processes import the classes of `model` and `tokenizer`, so a program that defines such a
-    class must guard its start by `if __name__ == "__main__":`.
+    The processes import the classes of `model` and `tokenizer`. A program that defines such a class
+    must therefore guard its start by `if __name__ == "__main__":`.
 
-    With `pg_collection`, each process of its group `tp` makes an LLM and calls the same methods,
-    which return the same on all of them: see docs/tensor_parallel.md.
+    With `pg_collection`, each process of its group `tp` creates an LLM and calls the same methods,
+    which return the same results on all of them: see docs/tensor_parallel.md.
 
-    Only one thread may generate: while it is in generate, submit or collect, these methods raise
-    EngineStateError in other threads. Control methods may be called meanwhile. They take effect
-    between two steps, and an update is verified and prepared while steps go on.
+    Only one thread may generate. While one thread is in generate, submit or collect, these methods
+    raise EngineStateError in other threads. Other threads can call control methods, which take
+    effect between two steps. A weight update is verified and prepared while steps continue.
     """
 
     def __init__(
@@ -114,9 +118,8 @@ class LLM(ControlCalls):
         *,
         model_directory: str | None = None,
     ) -> None:
-        """Set the initial state. ranks: runs methods on a trainer's ranks; None without them."""
         self._runtime: InProcessRuntime | apis.FleetRuntime = runtime
-        self._ranks = ranks
+        self._ranks = ranks  # None without pg_collection
         self.tokenizer, self.model_directory = runtime.tokenizer, model_directory
         self.one_thread = OneThread()  # held by the thread that steps or waits for groups
         self._groups = Groups()
@@ -127,8 +130,8 @@ class LLM(ControlCalls):
 
     @property
     def engine(self) -> Engine:
-        """The engine in this process, which may be stepped by hand. Raises ConfigError for engines
-        behind a coordinator, and with pg_collection."""
+        """The engine in this process, which can be stepped by hand. Raises ConfigError if the
+        engines are behind a coordinator, and with pg_collection."""
         require_one_process(self._ranks, "llm.engine")
         if isinstance(self._runtime, InProcessRuntime):
             return self._runtime.engine
@@ -158,11 +161,11 @@ class LLM(ControlCalls):
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run n samples of each prompt to their end and return the requests.
 
-        Returns one request for a single prompt with n = 1, else a list in the order of the prompts,
-        a prompt's samples together. `progress` shows a progress bar. A higher `priority` goes
-        first. A request that cannot run comes back FAILED with its error event. Raises
-        InvalidRequestError for a malformed prompt, before anything is queued. If it raises later,
-        its requests are aborted.
+        Returns one request for a single prompt with n = 1. Otherwise returns a list in the order of
+        the prompts, with a prompt's samples together. `progress` shows a progress bar. Requests
+        with a higher `priority` run first. A request that cannot run is returned FAILED with its
+        error event. Raises InvalidRequestError for a malformed prompt, before anything is queued.
+        After any later error, all requests of this call are aborted.
         """
         groups, is_single = as_groups(prompts, sampling_params, n)
         with (
@@ -185,8 +188,8 @@ class LLM(ControlCalls):
         *,
         priority: int = 0,
     ) -> list[int]:
-        """Queue n samples of each prompt and return one group id per prompt, without waiting. Takes
-        the arguments of `generate`. Raises InvalidRequestError for a malformed prompt."""
+        """Queue n samples of each prompt and return one group id per prompt, without waiting. The
+        arguments are those of `generate`. Raises InvalidRequestError for a malformed prompt."""
         groups, _ = as_groups(prompts, sampling_params, n)
         with self._generating("submit"), self._submitted(groups, priority) as group_ids:
             return group_ids
@@ -195,11 +198,11 @@ class LLM(ControlCalls):
     def collect(
         self, num_groups: int | None = None, timeout_s: float | None = None
     ) -> list[RolloutGroup]:
-        """Step until `num_groups` submitted groups are finished (None: all), and return them.
+        """Run until `num_groups` submitted groups are finished (None: all), and return them.
 
-        The groups are in the order of their completion. Unfinished groups stay in the engine, even
-        through suspend, update and resume. After `timeout_s` seconds it returns the groups that are
-        finished.
+        Groups are in the order of their completion. Unfinished groups stay in the engine, even
+        through suspend, update and resume. After `timeout_s` seconds, the groups finished so far
+        are returned.
         """
         with self._generating("collect"):
             wanted = self._groups.num_wanted(num_groups)
@@ -209,8 +212,8 @@ class LLM(ControlCalls):
 
     @on_all_ranks
     def abort(self, group_ids: Sequence[int]) -> list[RolloutGroup]:
-        """End groups now, in any state. Returns them; their requests have the tokens so far. Raises
-        EngineStateError for a group that is unknown or was returned already."""
+        """End groups now, in any state. Returns the groups, whose requests have the tokens so far.
+        Raises EngineStateError for a group that is unknown or was already returned."""
         group_ids = list(dict.fromkeys(group_ids))
         unfinished = self._groups.unfinished_requests(group_ids)
         with deferred_signals():
@@ -220,8 +223,8 @@ class LLM(ControlCalls):
 
     @contextmanager
     def _generating(self, method: str) -> Iterator[None]:
-        """Keep other threads from generating during the block. method: its name, for messages.
-        Raises EngineStateError if another thread or a server generates."""
+        """Keep other threads from generating during the block. `method` names the caller in
+        messages. Raises EngineStateError if another thread or a server generates."""
         if self._server is not None:
             raise EngineStateError(
                 "this LLM is served: ask it over HTTP, or call stop_serving() first"
@@ -240,11 +243,11 @@ class LLM(ControlCalls):
             )
         group_ids: list[int] = []
         try:
-            with deferred_signals():  # what is queued has ids, also after Ctrl-C
+            with deferred_signals():  # Ctrl-C does not separate queued requests from their ids
                 ids = self._runtime.submit(groups, priority)
                 group_ids = [self._groups.open(request_ids) for request_ids in ids]
             yield group_ids
-        except BaseException:  # after Ctrl-C, too, the ids are not returned
+        except BaseException:  # Ctrl-C included, because the caller never gets the ids
             left = [i for group_id in group_ids for i in self._groups.drop(group_id)]
             with suppress(RolloutError):  # an engine that has ended has no requests
                 self._runtime.drop(left)
@@ -257,7 +260,8 @@ class LLM(ControlCalls):
         deadline: float = math.inf,
         on_finished: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Advance until `is_done` or `deadline`. Calls on_finished(number of ended requests)."""
+        """Advance until `is_done` or `deadline`. Calls `on_finished` with the number of ended
+        requests."""
         while True:
             on_finished(self._take_ended())
             left_s = deadline - time.monotonic()
@@ -266,8 +270,8 @@ class LLM(ControlCalls):
             self._runtime.advance(None if math.isinf(left_s) else left_s)
 
     def _take_ended(self) -> int:
-        """Add the requests that ended to their groups. Returns their number."""
-        with deferred_signals():  # after Ctrl-C, too, each request is in its group
+        """Add the requests that ended to their groups. Returns the number of these requests."""
+        with deferred_signals():  # Ctrl-C does not keep a request from its group
             ended = self._runtime.take_ended()
             for request in ended:
                 self._groups.add_finished(request)
@@ -278,11 +282,11 @@ class LLM(ControlCalls):
     def serve(self, config: ServeConfig | None = None, *, blocking: bool = True) -> None:
         """Serve over HTTP until `stop_serving`, SIGTERM or SIGINT.
 
-        If not `blocking`, returns once the server listens at `serving_address`. Signals end it only
-        if `blocking`, and in the main thread. An engine in this process then works in a thread of
-        its own and takes requests over HTTP only; control methods can still be called.
-        Raises ConfigError, and EngineStateError if the LLM serves already, or if an engine in this
-        process is not RUNNING or has unfinished requests.
+        If not `blocking`, returns when the server listens at `serving_address`. Signals end the
+        server only if `blocking`, and only in the main thread. An engine in this process then works
+        in a thread of its own and accepts requests over HTTP only. Control methods can still be
+        called. Raises ConfigError. Raises EngineStateError if a server runs already, or if an
+        engine in this process is not RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()
@@ -311,8 +315,8 @@ class LLM(ControlCalls):
                 self.serving_address = self._runtime.serve(config)
 
     def stop_serving(self, drain_timeout_s: float | None = None) -> None:
-        """End `serve`. Does nothing if nothing is served. Running requests may go on for
-        `drain_timeout_s` seconds (None: as configured), then they are aborted."""
+        """End `serve`. Does nothing if no server runs. Running requests get `drain_timeout_s`
+        seconds to finish (None: as configured), and are then aborted."""
         self._stop_requested.set()
         with self._serving_lock:
             if self.serving_address is None:
@@ -341,7 +345,7 @@ class LLM(ControlCalls):
         return self._runtime.weights_version
 
     def do(self, command: Command[R]) -> R:
-        """Run a control call and return its result; with `pg_collection`, on all ranks."""
+        """Run a control call and return its result. With `pg_collection` it runs on all ranks."""
         if self._ranks is None:
             return self._runtime.do(command)
         call = call_of_command(command)
@@ -350,8 +354,8 @@ class LLM(ControlCalls):
 
     @on_all_ranks
     def warm_up(self) -> int:
-        """Capture in advance the steps that would be captured when they first run. Returns the
-        number of captured steps; 0 on a CPU. Raises ConfigError for engines in other processes."""
+        """Capture steps in advance instead of at their first run. Returns the number of captured
+        steps; 0 on a CPU. Raises ConfigError for engines in other processes."""
         if not isinstance(self._runtime, InProcessRuntime):
             raise ConfigError(
                 "warm_up() needs the engine in this process; other engines capture a step when it "
@@ -365,15 +369,15 @@ class LLM(ControlCalls):
     ) -> WeightUpdateReport:
         """Replace all weights in place, or none, from any thread. See Engine.update_weights.
 
-        `named_tensors`: a module, whose persistent buffers count too, a mapping, or (name, tensor)
-        pairs. Sharded tensors are gathered by collectives in the order of names, so the trainer's
-        other ranks must push too, or call `trainer_hooks.join_push`. Steps wait only for the
-        copies.
+        `named_tensors` is a module, including its persistent buffers, a mapping, or (name, tensor)
+        pairs. Sharded tensors are gathered by collectives in the order of names. The trainer's
+        other ranks must therefore push too, or call `trainer_hooks.join_push`. Steps wait only for
+        the copies.
         """
         return self._runtime.update_weights(named_tensors, version, in_flight)
 
     def use_weight_transport(self, transport: str | WeightTransport) -> None:
-        """Send later updates by another transport. See AsyncLLM.use_weight_transport. Raises
+        """Use another transport for later updates. See AsyncLLM.use_weight_transport. Raises
         ConfigError for an engine in this process, which copies tensors directly."""
         if isinstance(self._runtime, InProcessRuntime):
             raise ConfigError(
@@ -400,9 +404,8 @@ class LLM(ControlCalls):
 
 
 def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
-    """Return the runtime of an LLM whose engine is in this process. user: name of the method or
-    class that needs it, for messages. Raises ConfigError for engines behind a coordinator, and with
-    pg_collection."""
+    """Return the runtime of an LLM whose engine is in this process. `user` names the caller in
+    messages. Raises ConfigError for engines behind a coordinator, and with pg_collection."""
     require_one_process(llm._ranks, user)
     if not isinstance(llm._runtime, InProcessRuntime):
         raise ConfigError(
@@ -414,7 +417,8 @@ def own_runtime(llm: LLM, user: str) -> InProcessRuntime:
 
 @contextmanager
 def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield advance(count), which moves a progress bar; it does nothing if not `is_shown`."""
+    """Yield a function that advances a progress bar. The function does nothing if not
+    `is_shown`."""
     if not is_shown:
         yield lambda count: None
         return
@@ -426,7 +430,7 @@ def _progress_bar(is_shown: bool, total: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def _set_by_signals(event: threading.Event) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set the event. Changes nothing outside the main thread."""
+    """Let SIGTERM and SIGINT set the event. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The progress bar of LLM.generate. Used by `rollout.apis.llm`; writes to the terminal."""
+"""The progress bar of LLM.generate. Used by `rollout.apis.llm`. It writes to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rollout.telemetry import ObserverGuard
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar over `total` requests. Yields advance(count), to be called as requests finish."""
+    """Show a bar over `total` requests. Yields a function that advances the bar by a number of
+    requests."""
     columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
         task, guard = bar.add_task("rollouts", total=total), ObserverGuard("the progress bar")

@@ -1,6 +1,6 @@
-"""Serving: the HTTP server of an LLM. EngineServer: the server of an engine in this process.
+"""The HTTP servers of AsyncLLM (Serving) and of an LLM's engine in this process (EngineServer).
 
-Used by `rollout.apis.async_llm` (Serving) and `rollout.apis.llm` (EngineServer) for `serve` and
+`rollout.apis.async_llm` uses Serving, and `rollout.apis.llm` uses EngineServer, for `serve` and
 `stop_serving`. Serving starts a `rollout.serve.server.Server`. EngineServer starts two threads.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Serving:
-    """The server of one LLM; there is at most one at a time."""
+    """The HTTP server of one LLM. At most one runs at a time."""
 
     def __init__(self, llm: ServedLLM) -> None:
         self._llm = llm
@@ -34,25 +34,24 @@ class Serving:
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port of the server; None while nothing is served."""
+        """Host and port of the server; None if no server listens."""
         server = self._server
         return server.address if server is not None and server.is_listening else None
 
     @property
     def state(self) -> ServerState | None:
-        """State of the server; None while nothing is served."""
+        """State of the server; None if there is no server."""
         return None if self._server is None else self._server.state
 
     @property
     def lost(self) -> RolloutError | None:
-        """The error that ended the server; None if none did, or nothing is served."""
+        """The error that ended the server; None if there is no such error."""
         return None if self._server is None else self._server.lost
 
     async def start(self, config: ServeConfig, *, blocking: bool) -> None:
-        """Start the server; if `blocking`, wait for its end. See AsyncLLM.serve.
-
-        Raises ConfigError without the extra `serve`.
-        """
+        """Start the server, and wait for its end if `blocking`. See AsyncLLM.serve. Raises
+        EngineStateError if a server runs already, and ConfigError if the extra `serve` is not
+        installed."""
         with extra_needed("serve", "serving over HTTP"):
             from rollout.serve.server import Server
         async with self._starting:
@@ -66,8 +65,8 @@ class Serving:
             await self.run()
 
     async def run(self) -> None:
-        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail. Then end
-        it. Raises the error of the engines. Does nothing if nothing is served."""
+        """Wait until the server is stopped, gets SIGTERM or SIGINT, or its engines fail, and then
+        end it. Raises the error of the engines. Returns at once if there is no server."""
         if self._server is not None:
             try:
                 await self._server.run()
@@ -75,7 +74,6 @@ class Serving:
                 await self.stop()
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """End the server, if there is one. See AsyncLLM.stop_serving."""
         if self._server is not None:
             server = self._server
             await server.stop(drain_timeout_s)
@@ -84,13 +82,13 @@ class Serving:
 
 
 class EngineServer:
-    """Serves the engine of an LLM in this process. The engine works in the thread of a ThreadedLLM,
-    the server in the event loop of another thread."""
+    """Serves the engine of an LLM in this process. The engine runs in the thread of a ThreadedLLM,
+    and the server in the event loop of another thread."""
 
     def __init__(self, llm: LLM, config: ServeConfig) -> None:
-        """Start the threads, and wait until the server listens at `self.address`, host and port.
+        """Start the threads, and wait until the server listens at `self.address` (host, port).
         Raises EngineStateError if the engine is not RUNNING or has requests. Raises ConfigError if
-        the LLM's engine is not in this process, or the server cannot listen at its address."""
+        the LLM's engine is not in this process, or if the server cannot listen at its address."""
         engine = own_runtime(llm, "llm.serve").engine
         if engine.state is not EngineState.RUNNING or engine.has_unfinished_requests():
             raise EngineStateError(
@@ -126,13 +124,13 @@ class EngineServer:
             await self._serving.stop(await asyncio.wrap_future(self._stop))
 
     def require_serving(self) -> None:
-        """Raise the error that ended the server, if one did."""
+        """Raise the error that ended the server, if there is one."""
         if self._serving is not None and (error := self._serving.lost) is not None:
             raise error
 
     def stop_serving(self, drain_timeout_s: float | None) -> None:
-        """End the server and its threads; unfinished requests are aborted after `drain_timeout_s`.
-        See LLM.stop_serving. A second call only waits."""
+        """End the server and its threads. Unfinished requests are aborted after `drain_timeout_s`.
+        A second call only waits. See LLM.stop_serving."""
         if not self._stop.done():
             self._stop.set_result(drain_timeout_s)
         self._thread.join()

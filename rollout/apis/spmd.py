@@ -1,7 +1,8 @@
-"""LLM whose ranks are a trainer's processes (`pg_collection`): all ranks call each method together.
+"""Runs the methods of an LLM on all ranks of a trainer's process group (`pg_collection`).
 
-Used by `rollout.apis.llm`. Rank 0 has the engine; the other ranks run its commands within each
-call, which they receive over the trainer's process group.
+Used by `rollout.apis.llm`, which also creates the runtimes of other LLMs here. Rank 0 has the
+engine. Each rank calls the same LLM methods, and in each call the other ranks run commands that
+rank 0 sends over the trainer's process group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rollout.weights.update import NamedTensors
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _SOURCE = "named_tensors"
-# Arguments that may differ between ranks. Of the weights, rank 0's names and values count.
+# Arguments that may differ between ranks. Rank 0's weight names and values are used.
 _OWN_ARGUMENTS = ("self", _SOURCE, "progress", "timeout_s")
 
 
@@ -44,8 +45,8 @@ class AllRanks(Protocol):
 
     def run(self, call: SpmdCall, source: NamedTensors, work: Callable[[], Any]) -> Any:
         """Run `work`, the method itself, on rank 0 while the other ranks make the same call.
-        source: this rank's weights for an update, else (). Returns the result of `work` on all
-        ranks, or raises its error on all of them."""
+        `source` is this rank's weights for an update, else (). Returns the result of `work` on all
+        ranks, or raises its error on all ranks."""
         ...
 
 
@@ -55,8 +56,8 @@ def runtime_of(
     config: InferenceConfig,
     weights_version: int,
 ) -> tuple[Any, AllRanks | None]:
-    """Build this process's engine, or its rank of an engine. Returns its runtime and its AllRanks.
-    The AllRanks is None without `pg_collection`. Raises ConfigError and ModelError."""
+    """Build this process's engine, or its rank of an engine. Returns the LLM's runtime and its
+    AllRanks. The AllRanks is None without `pg_collection`. Raises ConfigError and ModelError."""
     if num_spmd_ranks(config) == 1:
         engine = make_engine(model, config, tokenizer, weights_version)
         has_ranks = config.tensor_parallel_size > 1
@@ -92,8 +93,8 @@ def on_all_ranks(method: Method) -> Method:
 
 
 def require_one_process(ranks: AllRanks | None, what: str) -> None:
-    """Raise ConfigError if `ranks` is not None: with a trainer's ranks an LLM lacks `what`. what:
-    name of the method or attribute, for the message."""
+    """Raise ConfigError if `ranks` is not None. `what` names the unsupported method in the
+    message."""
     if ranks is not None:
         raise ConfigError(
             f"{what} does not work with pg_collection, whose ranks call methods together; use an "
@@ -113,7 +114,7 @@ class _LeadRank:
             try:
                 result = work()
                 answer = pickled(result, f"the result of {call.method}")
-            except BaseException as error:  # after Ctrl-C, too: the other ranks would wait
+            except BaseException as error:  # Ctrl-C included, because the other ranks wait
                 self._executor.end_call(self._outcome(error=_encoded(error)))
                 raise
             self._executor.end_call(self._outcome(result=answer))
@@ -163,15 +164,15 @@ def _one_call(calling: threading.Lock, call: SpmdCall) -> Iterator[None]:
 
 def _encoded(error: BaseException) -> Mapping[str, Any]:
     encoded = encode_error(error)
-    if not str(encoded["message"]).startswith("rank "):  # another one was at fault
+    if not str(encoded["message"]).startswith("rank "):  # else another rank was at fault
         encoded["message"] = f"rank 0: {encoded['message']}"
     return encoded
 
 
 def call_of_command(command: Command[Any]) -> SpmdCall:
-    """Return a control call's name and the digests of its arguments, which ranks compare."""
+    """Return the name of a control call and digests of its arguments, which the ranks compare."""
     arguments = structs.asdict(command)
-    del arguments["command_id"], arguments["deadline_s"]  # of the call as a message
+    del arguments["command_id"], arguments["deadline_s"]  # for messages to a coordinator only
     return _call_of(command.name, arguments)
 
 
@@ -186,7 +187,7 @@ def _call_of(method: str, arguments: Mapping[str, Any]) -> SpmdCall:
 
 def _plain(value: Any) -> Any:
     """Return `value` in a form whose `repr` is the same on all ranks. An iterator, which must not
-    be read here, and any other object become the name of their type."""
+    be read here, and an object without such a form become the name of their type."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """AsyncGeneration: the generating methods that AsyncLLM and ThreadedLLM share.
 
-`finished_request` and `failed_request` make the requests that users get from records and errors.
-Used by `rollout.apis.async_llm`, `rollout.apis.threaded_llm` and `rollout.apis.in_process`. Nothing
-here keeps state.
+`finished_request` and `failed_request` create the requests that users get. Used by
+`rollout.apis.async_llm`, `rollout.apis.threaded_llm` and `rollout.apis.in_process`. No state is
+kept here.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ LOST = (CoordinatorLostError, ClientStateError)
 def finished_request(
     record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None
 ) -> DynamicInferenceRequest:
-    """Return the record merged into one request, as users get it. With a tokenizer its
-    `generated_text` is set. Unless `return_prompt_tokens` is set, its prompt is removed."""
+    """Return the record merged into one request, as users get it. If there is a tokenizer,
+    `generated_text` is set. The prompt is removed unless `return_prompt_tokens` is set."""
     add_text(record, tokenizer)
     request = record.merge()
     params = request.sampling_params
@@ -58,7 +58,7 @@ def failed_request(
     tokenizer: Tokenizer | None,
 ) -> DynamicInferenceRequest:
     """Return a FAILED request with the error, for a request that has no record. A request has no
-    record if it is aborted or refused before an engine runs it."""
+    record if it was aborted or refused before an engine ran it."""
     request = DynamicInferenceRequest(
         request_id=request_id,
         prompt=prompt if isinstance(prompt, str) else None,
@@ -73,7 +73,7 @@ def failed_request(
 
 
 def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the prompt's ids; [] for a text that the tokenizer cannot encode."""
+    """Return the prompt's token ids; [] for a text that the tokenizer cannot encode."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]  # arrays hold other kinds of integers
     with suppress(Exception):  # the tokenizer is the user's: it may raise anything
@@ -85,7 +85,7 @@ def _ids_of(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 def _drop_prompt(request: DynamicInferenceRequest) -> None:
     """Remove the prompt's tokens from `request`, and their positions from its version spans."""
     start, end = len(request.prompt_tokens), request.num_tokens
-    # Computed from the prompt at the first read, so read it before the prompt goes.
+    # The first read computes the hashes from the prompt, so read them before the prompt is removed.
     request.precomputed_block_hashes = request.precomputed_block_hashes
     request.prompt_tokens = torch.empty(0, dtype=torch.int64)
     request.policy_spans = request.policy_spans.slice(start, end)
@@ -96,10 +96,11 @@ def _drop_prompt(request: DynamicInferenceRequest) -> None:
 
 
 class AsyncGeneration(Protocol):
-    """Base class for LLMs of asyncio: generation, by methods of the subclass that queue requests.
+    """Base class of AsyncLLM and ThreadedLLM. It generates with the subclass's methods that queue
+    requests.
 
-    A subclass implements `add_groups`, `stream_groups` and `abort_request`, which ServedLLM
-    describes, and `_unfinished`. It may override the other methods that begin with an underscore.
+    A subclass implements `add_groups`, `stream_groups` and `abort_request`, as ServedLLM describes
+    them, and `_unfinished`. It can override the other methods whose names begin with an underscore.
     """
 
     tokenizer: Tokenizer | None
@@ -119,21 +120,22 @@ class AsyncGeneration(Protocol):
         ...
 
     async def _connect(self) -> None:
-        """Connect to the engines, if they are in other processes. Each method begins with it."""
+        """Connect to the engines, if they are in other processes. The public methods call it
+        first."""
         return None
 
     def _end_error(self) -> RolloutError | None:
-        """Return the error that ended all pending calls; None while they can be answered."""
+        """Return the error that ended all pending calls; None while they can still be answered."""
         return None
 
     def _fails_batch(self, error: BaseException) -> bool:
-        """Return whether `generate` raises the error of one request. Otherwise it returns that
-        request FAILED."""
+        """Return whether `generate` raises this error of a request. Otherwise the request is
+        returned FAILED."""
         return True
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[None]:
-        """Raise `_end_error` in place of the block's errors, which follow from it."""
+        """Replace errors of the block by `_end_error`, which caused them."""
         yield
 
     async def generate(
@@ -147,13 +149,14 @@ class AsyncGeneration(Protocol):
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Run n samples of each prompt to their end and return the requests.
 
-        Returns one request for a single prompt with n = 1, else a list in the order of the prompts,
-        a prompt's samples together. A higher `priority` goes first. `on_finished` is called at the
-        end of each sample. Cancelling aborts the requests.
+        Returns one request for a single prompt with n = 1. Otherwise returns a list in the order of
+        the prompts, with a prompt's samples together. Requests with a higher `priority` run first.
+        `on_finished` is called at the end of each sample. Cancelling this call aborts its requests.
+
         A request that an engine of a fleet refuses, such as one with an id beyond the vocabulary,
-        comes back FAILED with its error event. Raises InvalidRequestError for a malformed prompt,
-        before anything is queued, EngineStateError after the end, and the error that ended the
-        engines.
+        is returned FAILED with its error event. Raises InvalidRequestError for a malformed prompt,
+        before anything is queued. Raises EngineStateError after this object was closed, and the
+        error that ended the engines.
         """
         await self._connect()
         groups, is_single = as_groups(prompts, sampling_params, n)
@@ -184,11 +187,13 @@ class AsyncGeneration(Protocol):
         priority: int = 0,
         as_text: bool = False,
     ) -> AsyncIterator[list[int] | str | DynamicInferenceRequest]:
-        """Yield lists of token ids as they are generated, each id once, then the whole request.
+        """Yield lists of token ids as they are generated, each id once, and at the end the whole
+        request.
 
-        as_text: yield pieces of text instead. Text that may begin a stop string is held back. If
-        the iterator is closed early, the request is aborted. Raises InvalidRequestError, and the
-        errors of `generate`.
+        If `as_text` is set, pieces of text are yielded instead of ids. Text that may begin a stop
+        string is held back. Closing the iterator early aborts the request. Raises
+        InvalidRequestError if `as_text` is set and there is no tokenizer, and the errors of
+        `generate`.
         """
         await self._connect()
         params = sampling_params or SamplingParams()
@@ -224,9 +229,12 @@ class AsyncGeneration(Protocol):
                 yield failed_request(stream.request_id, prompt, params, error, self.tokenizer)
 
     async def abort(self, request_ids: Iterable[int] | None = None) -> int:
-        """End unfinished requests of this object now, in any state; None ends all of them. Returns
-        the number of ended requests. Their callers get them with the tokens so far, FAILED with the
-        finish reason "abort". Ids of other requests are ignored."""
+        """End unfinished requests of this object now, in any state. Returns the number of ended
+        requests.
+
+        `request_ids` None ends all of them; ids of other requests are ignored. Callers that wait
+        for an ended request get it with the tokens so far, FAILED with the finish reason "abort".
+        """
         await self._connect()
         wanted = None if request_ids is None else set(request_ids)
         futures = [f for f in self._unfinished() if wanted is None or f.request_id in wanted]
@@ -239,7 +247,8 @@ class AsyncGeneration(Protocol):
     def request_of(
         self, future: RequestFuture, prompt: Prompt, params: SamplingParams
     ) -> DynamicInferenceRequest:
-        """Return the request of a future that is done; a FAILED one if the future has an error."""
+        """Return the request of a future that is done. If the future has an error, the request is
+        FAILED."""
         error: Any = future.exception()
         if error is None:
             return finished_request(future.result(), self.tokenizer)

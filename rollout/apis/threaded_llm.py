@@ -1,8 +1,7 @@
-"""ThreadedLLM: the methods of AsyncLLM over the engine of this process, stepped by a thread.
+"""ThreadedLLM: the methods of AsyncLLM over an LLM's engine in this process.
 
-Used by asynchronous training programs over one engine, `trainer_hooks.train` and
-`rollout.apis.serving`, the HTTP server of an LLM. A ThreadedLLM steps the LLM's engine in a thread
-of its own.
+Used by asynchronous training programs with one engine, `trainer_hooks.train` and
+`rollout.apis.serving`. It steps the engine in a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from rollout.serve.llm import Group
 from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
-_MAX_FAILURES = 3  # steps that fail in a row, whatever requests they have
-_CHECK_RANKS_S = 0.5  # between checks of the ranks while no step runs, which would check them
+_MAX_FAILURES = 3  # consecutive failed steps that end the thread
+_CHECK_RANKS_S = 0.5  # between checks of the ranks while no step runs; steps check them anyway
 
 Record = DynamicInferenceRequestRecord
 
@@ -39,8 +38,8 @@ Record = DynamicInferenceRequestRecord
 class _Sample:
     """A submitted sample.
 
-    tokens: its stream's tokens; None without a stream. num_reported: number of tokens that went
-    into the stream.
+    tokens: the tokens of the sample's stream; None if it is not streamed.
+    num_reported: number of tokens that were put into the stream.
     """
 
     future: RequestFuture
@@ -53,7 +52,7 @@ _Item = tuple[_Sample, TokenRun | Record | Exception]
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
-    """Groups that are queued together or not at all, and their samples in the same order."""
+    """Groups that are queued all or none, and their samples in the same order."""
 
     groups: Sequence[Group]
     samples: Sequence[_Sample]
@@ -61,18 +60,18 @@ class _Submission:
 
 
 class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
-    """An LLM of this process with the methods of AsyncLLM. An async context manager.
-
-    AsyncRolloutProducer, `evaluate`, `generation_phase`, weight syncs and servers can use it.
+    """An LLM of this process with the methods of AsyncLLM. It is an async context manager.
 
         with LLM(policy) as llm:
             async with ThreadedLLM(llm) as threaded:
                 request = await threaded.generate([1, 2, 3])
 
-    A thread steps the engine while it runs and has requests, and sleeps otherwise. Control methods
-    run in other threads, so the event loop stays free. The control methods of the LLM itself may
-    still be called; its generate, submit and collect raise EngineStateError. Leaving the
-    ThreadedLLM aborts unfinished requests. The LLM can be used again after that.
+    AsyncRolloutProducer, `evaluate`, `generation_phase`, weight syncs and servers accept it.
+
+    A thread steps the engine while the engine runs and has requests. Control methods run in other
+    threads, so the event loop stays free. The LLM's own control methods can still be called, but
+    its generate, submit and collect raise EngineStateError. Leaving the ThreadedLLM aborts
+    unfinished requests. The LLM can be used again afterwards.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -111,12 +110,12 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
-        """Queue all groups or none, and return a future per sample.
+        """Queue all groups or none, and return a future for each sample.
 
         A group is a prompt and the parameters of its samples. A future's `request_id` is -1 until
-        the engine has the request. After `deadline_s` seconds unfinished requests are aborted.
-        Cancelling a future aborts its request, too. If a group is malformed, all futures fail with
-        InvalidRequestError. Raises EngineStateError after the end of the thread.
+        the engine has the request. Unfinished requests are aborted after `deadline_s` seconds.
+        Cancelling a future aborts its request. If a group is malformed, all futures fail with
+        InvalidRequestError. Raises EngineStateError after the thread has ended.
         """
         submitted = self._submit(groups, priority, deadline_s, is_streamed=False)
         return [[sample.future for sample in each] for each in submitted]
@@ -124,7 +123,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
     def stream_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestStream]]:
-        """Queue groups as `add_groups` does. Returns a stream per sample."""
+        """Queue groups as `add_groups` does. Returns a stream for each sample."""
         submitted = self._submit(groups, priority, deadline_s, is_streamed=True)
         streams = []
         for samples, (_, params) in zip(submitted, groups, strict=True):
@@ -181,8 +180,8 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         sample.future.add_done_callback(end)
 
     def abort_request(self, future: RequestFuture) -> None:
-        """Abort a request. Its future resolves to the record with the tokens so far. Does nothing
-        for a request that has ended."""
+        """Abort a request. Its future resolves to the record with the tokens so far. An ended
+        request is ignored."""
         if (sample := self._unfinished_samples.get(future)) is not None:
             self._abort(sample)
 
@@ -208,11 +207,11 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         return await asyncio.to_thread(self._llm.weights_checksum)
 
     async def weight_checksums(self, start: int = 0) -> Mapping[int, WeightChecksums]:
-        """Return {0: checksums of the weights from index `start` on, as many as a page holds}."""
+        """Return {0: one page of the engine's weight checksums, from index `start` on}."""
         return {0: await self.do(ChecksumWeights(start=start))}
 
     async def fleet_stats(self) -> FleetStats:
-        """Return the engine's counters in the form of a fleet with one engine, of rank 0."""
+        """Return the engine's counters as those of a fleet with one engine, which has rank 0."""
         stats = await self.stats()
         return FleetStats(state=stats.state.name, together=stats, engines={0: stats})
 
@@ -237,7 +236,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
 
     @contextmanager
     def _woken_by_commands(self) -> Iterator[None]:
-        """Wake this thread after each control call, which may change whether it can step."""
+        """Wake this thread after each control call, which can change whether a step is possible."""
 
         def wake() -> None:
             with self._changed:
@@ -250,7 +249,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             self._runtime.on_command = lambda: None
 
     def _run(self) -> None:
-        """Step until the end, then fail all futures that are left and set `_end`."""
+        """Step until the end, then fail all remaining futures and set `_end`."""
         error: Exception = EngineStateError(
             "this ThreadedLLM was closed before this call was answered; make a new one"
         )
@@ -258,7 +257,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             with self._llm.one_thread.calling("step"), self._woken_by_commands():
                 self._step_until_end()
                 self._runtime.drop(list(self._open))
-        except Exception as fault:  # callers must get whatever ends the thread
+        except Exception as fault:  # callers get any error that ends the thread
             error = fault
         with self._changed:
             self._has_ended = True
@@ -279,7 +278,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
                 self._step()
             except LockstepError:
                 raise
-            except Exception:  # one step may fail for a reason that passes
+            except Exception:  # a single failure may be transient
                 num_failures += 1
                 if num_failures == _MAX_FAILURES or self._runtime.engine.is_broken:
                     raise
@@ -288,9 +287,9 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
             num_failures = 0
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is work. Returns False if the thread is to end. Raises EngineStateError
-        if the LLM was shut down while it has requests, and LockstepError if the process of one of
-        the engine's ranks has ended."""
+        """Wait until there is work. Returns False if the thread must end. Raises EngineStateError
+        if the LLM was shut down while it has requests. Raises LockstepError if the process of one
+        of the engine's ranks has ended."""
         timeout_s = _CHECK_RANKS_S if self._runtime.has_ranks else None
         has_work = False
         while not has_work:
@@ -336,7 +335,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
                 _deliver([(sample, self._runtime.abort_record(request_id))])
 
     def _step(self) -> None:
-        """Run one step, if the engine runs, and deliver its tokens and records."""
+        """Run one step, if the engine runs, and deliver the step's tokens and records."""
         streamed = [(i, s.num_reported) for i, s in self._open.items() if s.tokens is not None]
         records, tokens = self._runtime.step(streamed)
         items: list[_Item] = []
@@ -348,7 +347,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         for record in records:
             if (sample_ := self._open.pop(record.request_id, None)) is not None:
                 items.append((sample_, record))
-            else:  # the LLM had the request before
+            else:  # submitted to the LLM before this object was created
                 self._runtime.keep(record)
         _deliver(items)
 

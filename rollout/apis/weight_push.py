@@ -1,7 +1,7 @@
-"""WeightPush: the weight updates of an AsyncLLM, one at a time.
+"""WeightPush: carries out the weight updates of an AsyncLLM, one at a time.
 
-Used by `rollout.apis.async_llm`. It owns the weight transport: it publishes weights there, commits
-or rolls back, and closes it.
+Used by `rollout.apis.async_llm`. It publishes weights on the weight transport, commits them or
+rolls them back, and closes the transport.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout.weights.transports.registry import transport_of
 from rollout.weights.update import NamedTensors
 
 _logger = logging.getLogger(__name__)
-PUBLISH_S = 60.0  # seconds that `close` waits for an update that is copying its tensors
+PUBLISH_S = 60.0  # longest wait of `close` for an update that copies its tensors
 
 
 class WeightPush:
@@ -35,8 +35,7 @@ class WeightPush:
         own_host: Callable[[], str],
         engine: str | None = None,
     ) -> None:
-        """Create the transport. The arguments are those of `transport_of`, whose errors it
-        raises."""
+        """Create the transport. The arguments and errors are those of `transport_of`."""
         self._transport_of = partial(
             transport_of, reject_non_finite=reject_non_finite, own_host=own_host, engine=engine
         )
@@ -45,8 +44,9 @@ class WeightPush:
         self._lock = asyncio.Lock()
 
     def use(self, transport: str | WeightTransport) -> None:
-        """Send later updates by `transport`. Any thread may call it. Raises ConfigError. The former
-        transport keeps its committed weights until other full weights are committed."""
+        """Use `transport` for later updates. Any thread may call it. Raises ConfigError for an
+        unknown name. The former transport keeps its committed weights until other full weights are
+        committed."""
         following = self._transport_of(transport)
         if following is not self._transport:
             self._superseded.append(self._transport)
@@ -58,14 +58,21 @@ class WeightPush:
         check: Callable[[], Awaitable[object]],
         update: Callable[[WeightsSource], Awaitable[WeightUpdateReport]],
     ) -> WeightUpdateReport:
-        """Publish the tensors, send them, and await `update`, which makes the engines read them.
+        """Publish and send the tensors, and await `update`, which makes the engines read them.
 
+<<<<<<< HEAD
         Then commit, so that engines that join later can fetch the weights. If `update` raises, roll
         back to the former weights and raise its error. If only sending fails, the version is
         committed, and the engines that lack it wait for the next push: raises the error of sending,
         which is transient. `check` is awaited once earlier updates have
         ended; if it raises, nothing is published. Returns the report of `update` with the seconds
         of the whole push.
+=======
+        `check` is awaited after earlier updates have ended. If it raises, nothing is published.
+        After a successful `update` the weights are committed, so that engines that join later can
+        fetch them. If `update` raises, the former weights are restored on the transport, and its
+        error is raised. Returns the report of `update`, with the seconds of the whole push.
+>>>>>>> main
         """
         async with self._lock:
             await check()
@@ -75,7 +82,7 @@ class WeightPush:
             try:
                 report = await update(source)
             except BaseException as error:  # a cancelled update is rolled back, too
-                # Rolling back also ends a send that no engine receives any more.
+                # Rolling back also ends a send that no engine will receive.
                 await asyncio.to_thread(transport.roll_back)
                 fault = await sending
                 if fault is not None:
@@ -89,7 +96,7 @@ class WeightPush:
             return replace(report, seconds=time.perf_counter() - start)
 
     def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:
-        """Commit, and after full weights close the transports that are no longer needed."""
+        """Commit, and close the transports that full weights have made superfluous."""
         transport.commit()
         if source.stands_alone:
             superseded, self._superseded = self._superseded, []
@@ -100,8 +107,8 @@ class WeightPush:
                     each.close()
 
     async def close(self) -> None:
-        """Close all transports, which releases their weights. First waits up to PUBLISH_S for a
-        running update, which rolls back by itself."""
+        """Close all transports, which releases their weights. Before that, wait up to PUBLISH_S
+        seconds for a running update, which rolls back by itself."""
         try:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lock.acquire(), PUBLISH_S)
@@ -112,7 +119,7 @@ class WeightPush:
 
 
 def _send(transport: WeightTransport, source: WeightsSource) -> WeightUpdateError | None:
-    """Send, and return the error if that fails. The engines report the error, too."""
+    """Send the weights. Returns the error if sending fails; the engines report it as well."""
     try:
         transport.send(source)
     except WeightUpdateError as fault:

@@ -1,1 +1,1 @@
-"""Allocation of KV blocks and rows to requests, as ids and counts; the bytes are the worker's."""
+"""Allocates KV blocks and rows to requests, as ids. `rollout.worker` holds the memory itself."""

@@ -1,7 +1,8 @@
-"""KVCacheManager: allocates KV blocks and rows to requests and shares blocks of equal prefixes.
+"""KVCacheManager: allocates KV blocks and rows to requests, and shares blocks of equal prefixes.
 
-Scheduler and its parts call it, and Suspension for the blocks to offload; `rollout.engine.build`
-makes it. It counts blocks and moves no bytes.
+`rollout.engine.build` creates it. Scheduler and its parts call it. Suspension reads the blocks to
+offload, and Engine excludes cached prefixes after weight updates. It counts blocks and moves no
+bytes.
 Source: PagedAttention (Kwon et al. 2023), sec. 4.
 """
 
@@ -16,21 +17,23 @@ from itertools import compress, count
 from rollout.blocks.prefix_index import ROOT_KEY, PrefixIndex, block_key
 from rollout.version_spans import VersionSpans
 
-# Version in the keys of blocks that may be reused under any version.
+# Replaces the version in block keys if prefixes are reused across versions.
 ANY_VERSION = -1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BlockTable:
-    """The row and the blocks of one request. Only KVCacheManager changes them.
+    """The row and the blocks of one request. KVCacheManager changes them, and Scheduler sets
+    `num_shared` of a forked request.
 
     blocks: block i holds the KV of positions [i * block_size, (i + 1) * block_size).
-    row: the request's row; 0 while it has none.
-    num_shared: number of first blocks that another request computed and may still use.
-    num_cached: number of first blocks that are in the prefix index.
-    is_cacheable: False once a full block could not enter the index, so that later ones cannot.
-    root_key: parent key of the first block. Requests with another salt have another root key.
-    keys: keys of the first blocks for the prefix index, as far as they were computed.
+    row: the request's row; 0 while it has no row.
+    num_shared: number of leading blocks that another request computed and may still use.
+    num_cached: number of leading blocks that are in the prefix index.
+    is_cacheable: False once a full block could not enter the index, because later blocks cannot
+        either.
+    root_key: parent key of the first block, which depends on the request's salt.
+    keys: keys of the leading blocks for the prefix index, as far as they were computed.
     key_version: the weights version that is part of `keys`.
     """
 
@@ -45,21 +48,23 @@ class BlockTable:
 
 
 class KVCacheManager:
-    """Allocates blocks and rows. It alone writes block tables and the prefix index.
+    """Allocates blocks and rows. Only this class writes the prefix index.
 
-    Blocks are 1 .. num_blocks and rows 1 .. num_rows. Block 0 and row 0 are scratch: no request
-    holds them. A block is free (in `free_blocks`), in use by one or more requests, or unused:
-    without a user, but in the index until its space is needed. The block that was freed last is
-    taken first, so that a repeated load touches the same memory again. An unused block that
-    requests may still share is taken only if no other is left, the longest unused one first.
+    Blocks are 1 .. num_blocks, and rows are 1 .. num_rows. Block 0 and row 0 are scratch: no
+    request holds them. A block is in one of three states: free (in `free_blocks`), in use by one or
+    more requests, or unused. An unused block has no user, but stays in the index until its space is
+    needed. Free blocks are allocated last freed first, so that the same memory is used again.
+    Unused blocks that requests can still share are allocated only if no other block is left,
+    longest unused first.
 
-    A full block can be shared by requests that begin with the same tokens. By default it enters the
-    index only if it and all blocks before it were written entirely under one weights version, and
-    is found only under that version. With `reuse_across_versions` any full block enters the index,
-    and is found unless it holds KV that is more than `max_age_versions` older than the current
-    weights. KV excluded by `distrust` is found under no later version. `keeps_unused`: an indexed
-    block outlives its last user until its space is needed (LRU); otherwise it leaves the index
-    with that user (REF_ZERO).
+    Requests that begin with the same tokens can share a full block. Without
+    `reuse_across_versions`, a block enters the index only if one weights version wrote it and all
+    blocks before it, and it is found only under this version. With `reuse_across_versions` any full
+    block enters the index. It is found unless it holds KV that is more than `max_age_versions`
+    older than the current weights. KV excluded by `distrust` is found under no later version.
+
+    If `keeps_unused` is set (LRU), an indexed block outlives its last user until its space is
+    needed. Otherwise (REF_ZERO) it leaves the index with its last user.
     """
 
     def __init__(
@@ -78,8 +83,9 @@ class KVCacheManager:
         self.reuse_across_versions = reuse_across_versions
         self.prefix_index = PrefixIndex(num_blocks, keeps_unused=keeps_unused)
         self._max_age_versions = max_age_versions
-        self._distrusted_version: int | None = None  # no KV of it or of earlier versions is shared
-        self.free_blocks = list(range(num_blocks, 0, -1))  # the next one last
+        # Later versions do not match KV of this version or of earlier ones.
+        self._distrusted_version: int | None = None
+        self.free_blocks = list(range(num_blocks, 0, -1))  # the last one is allocated next
         self._num_users = array("i", bytes(4 * (num_blocks + 1)))
         self._free_rows = list(range(1, num_rows + 1))
         self._is_row_taken = [False] * (num_rows + 1)
@@ -88,17 +94,17 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated: free and unused blocks."""
+        """Number of blocks that can be allocated: free and unused blocks."""
         return len(self.free_blocks) + self.prefix_index.unused.num_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that at least one request holds."""
+        """Number of blocks that at least one request holds."""
         return self.num_blocks - self.num_free_blocks
 
     @property
     def num_free_rows(self) -> int:
-        """Rows that no request holds."""
+        """Number of rows that no request holds."""
         return len(self._free_rows)
 
     def used_blocks(self) -> list[int]:
@@ -106,7 +112,7 @@ class KVCacheManager:
         return list(compress(count(), self._num_users))
 
     def num_users(self, block: int) -> int:
-        """Return how many block tables name the block."""
+        """Return how many block tables contain the block."""
         return self._num_users[block]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -116,23 +122,20 @@ class KVCacheManager:
     # ---- rows and blocks
 
     def allocate_row(self, table: BlockTable) -> None:
-        """Give the request the lowest free row. The caller has checked `num_free_rows` first."""
+        """Give the request the lowest free row. A row must be free."""
         table.row = heapq.heappop(self._free_rows)
         self._is_row_taken[table.row] = True
 
     def free_row(self, table: BlockTable) -> None:
-        """Free the request's row."""
         assert self._is_row_taken[table.row], f"row {table.row} is freed twice"
         self._is_row_taken[table.row] = False
         heapq.heappush(self._free_rows, table.row)
         table.row = 0
 
     def allocate(self, table: BlockTable, start: int, end: int) -> list[tuple[int, int]] | None:
-        """Make positions [start, end) writable: append blocks, and replace shared blocks there.
-
-        Returns the (source, target) copies to run before anything is written. Returns None, with
-        nothing changed, if there are too few free blocks.
-        """
+        """Make positions [start, end) writable: append blocks, and replace shared blocks by own
+        copies. Returns (source, target) pairs of blocks, which must be copied before anything is
+        written. Returns None, with nothing changed, if too few blocks are free."""
         blocks, users = table.blocks, self._num_users
         first = start // self.block_size
         shared = [i for i in range(first, len(blocks)) if users[blocks[i]] > 1]
@@ -149,16 +152,14 @@ class KVCacheManager:
         return copies
 
     def fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Let `child` share all blocks of `parent`.
-
-        The first request that writes to a shared block gets a copy of it, see `allocate`.
-        """
+        """Let `child` share all blocks of `parent`. `allocate` replaces a shared block before it is
+        written."""
         for block in parent.blocks:
             self._num_users[block] += 1
         child.blocks = list(parent.blocks)
 
     def free(self, table: BlockTable) -> None:
-        """Free all blocks of the request, last first. Keeps its keys for the next time it runs."""
+        """Free all blocks of the request, last block first. Its keys are kept for its next run."""
         while table.blocks:
             block = table.blocks.pop()
             assert self._num_users[block] > 0, f"block {block} is freed twice"
@@ -169,12 +170,8 @@ class KVCacheManager:
         table.is_cacheable = True
 
     def _take_block(self) -> int:
-        """Allocate a block to one user and return it. The caller has checked `num_free_blocks`
-        first.
-
-        Dropped blocks of the index are allocated first: their memory has been written to, while a
-        free block may never have been.
-        """
+        """Allocate a block to one user and return it. A block must be free or unused."""
+        # Dropped blocks go first: their memory has been written, that of a free block perhaps not.
         if self.prefix_index.num_dropped or not self.free_blocks:
             block = self.prefix_index.evict_oldest()
         else:
@@ -185,10 +182,10 @@ class KVCacheManager:
     # ---- shared prefixes
 
     def match_prefix(self, table: BlockTable, tokens: Sequence[int], version: int) -> VersionSpans:
-        """Add to `table` the cached blocks of the longest prefix of `tokens`, under weights
-        `version`.
+        """Append to `table` the cached blocks of the longest prefix of `tokens` that weights
+        `version` may reuse.
 
-        `table` holds no block yet. The match ends before the block of the last token, whose logits
+        `table` has no block yet. The match ends before the block of the last token, whose logits
         must be computed. Returns the version that wrote each matched position.
         """
         spans = VersionSpans()
@@ -210,12 +207,13 @@ class KVCacheManager:
     def cache_blocks(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> None:
-        """Index the blocks that have become full since the last call, under weights `version`.
+        """Index the blocks that became full since the last call. `version` is the current weights
+        version.
 
-        `spans` has the version that wrote each computed position; `tokens` has a token for each.
-        A block cannot enter the index if another block holds its key (see PrefixIndex.add), if its
-        predecessor is not in the index, or if its KV has a version other than the first position's
-        (without `reuse_across_versions`).
+        `spans` has the version that wrote each computed position, and `tokens` has a token for
+        each. A block cannot enter the index if its predecessor is not in the index, or if another
+        block holds its key (see PrefixIndex.add). Without `reuse_across_versions`, the block's KV
+        must have the version of the first position.
         """
         if not self.enable_prefix_caching or not table.is_cacheable:
             return
@@ -227,7 +225,8 @@ class KVCacheManager:
     def _cache_next(
         self, table: BlockTable, tokens: Sequence[int], spans: VersionSpans, version: int
     ) -> bool:
-        """Index the first block that is not in the index. Returns False if it cannot enter it."""
+        """Index the table's first block that is not in the index. Returns False if it cannot enter
+        the index."""
         position, block_size = table.num_cached, self.block_size
         block_spans = spans.slice(position * block_size, (position + 1) * block_size)
         key_version = ANY_VERSION
@@ -247,31 +246,31 @@ class KVCacheManager:
         return is_indexed
 
     def copy_cache_state(self, parent: BlockTable, child: BlockTable) -> None:
-        """Copy the parent's keys and index position to a fork that holds the same blocks."""
+        """Copy the parent's keys and index state to a fork that holds the same blocks."""
         child.keys, child.key_version = list(parent.keys), parent.key_version
         child.num_cached, child.is_cacheable = parent.num_cached, parent.is_cacheable
 
     def begin_weights_version(self) -> None:
         """Exclude all indexed blocks from later matches, because the weights have changed. O(1).
-
-        Does nothing with `reuse_across_versions`.
-        """
+        Does nothing if `reuse_across_versions` is set."""
         if self.enable_prefix_caching and not self.reuse_across_versions:
             self.prefix_index.start_generation()
 
     def distrust(self, version: int) -> None:
-        """Exclude KV written by `version` or an earlier version from matches under later versions:
-        it may hold NaN, which would fail every request that reads it. O(1).
-        """
+        """Exclude KV written by `version` or earlier versions from matches under later versions.
+        O(1)."""
+        # The KV may hold NaN, which would fail every request that reads it.
         before = self._distrusted_version
         self._distrusted_version = version if before is None else max(before, version)
 
     def drop_unused_blocks(self) -> None:
-        """Exclude all blocks without a user from later matches: their KV may be lost. O(1)."""
+        """Exclude all blocks without a user from later matches, because their KV may be lost.
+        O(1)."""
         self.prefix_index.drop_unused()
 
     def _oldest_version(self, version: int) -> int | None:
-        """Return the oldest version whose KV may be reused under `version`; None if any may."""
+        """Return the oldest version whose KV may be reused under `version`; None if all KV may be
+        reused."""
         bounds = []
         if self._max_age_versions is not None:
             bounds.append(version - self._max_age_versions)
@@ -282,7 +281,7 @@ class KVCacheManager:
     def _key(
         self, table: BlockTable, tokens: Sequence[int], position: int, key_version: int
     ) -> bytes:
-        """Return the key of the request's block `position`. Each key is computed once."""
+        """Return the key of block `position` of the request. Each key is computed once."""
         if table.key_version != key_version:
             table.keys, table.key_version = [], key_version
         keys, block_size = table.keys, self.block_size

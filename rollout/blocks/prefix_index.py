@@ -1,6 +1,7 @@
 """PrefixIndex: finds the blocks whose KV a new request can share, by hashes of their tokens.
 
-KVCacheManager owns it. Scheduler uses `root_key`; `rollout.scheduling.integrity` reads the index.
+`rollout.blocks.kv_cache_manager` owns it. `rollout.scheduling.scheduler` uses `root_key`, and
+`rollout.scheduling.integrity` reads the index.
 """
 
 from __future__ import annotations
@@ -18,19 +19,17 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str | None) -> bytes:
-    """Return the parent key of a request's first block, by the request's `cache_salt`. Prefixes
-    with different salts never match."""
+    """Return the parent key of a request's first block. Prefixes with different salts never match.
+    `salt` is the request's `cache_salt`."""
     if salt is None:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").digest()
 
 
 def block_key(parent: bytes, version: int, tokens: Sequence[int]) -> bytes:
-    """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b.
-
-    The hash is cryptographic, so a hit needs no comparison of tokens. The parent key makes it the
-    key of the whole prefix that ends with this block.
-    """
+    """Return the key of a block: H(parent key, weights version, tokens), 128 bits of BLAKE2b. The
+    key stands for the whole prefix that ends with this block, because it includes the parent key.
+    The hash is cryptographic, so equal keys need no comparison of tokens."""
     hasher = hashlib.blake2b(parent, digest_size=16)
     hasher.update(version.to_bytes(8, "little", signed=True))
     hasher.update(np.asarray(tokens, dtype=np.int32).tobytes())
@@ -43,8 +42,8 @@ class IndexedBlock:
 
     spans: the weights version that wrote the KV of each position.
     oldest_version: the oldest version in this block and in all blocks before it.
-    generation: the index's generation in which the block entered it. In a later generation the
-        block does not match.
+    generation: the index's generation when the block was added. The block does not match in later
+        generations.
     """
 
     block: int
@@ -55,13 +54,11 @@ class IndexedBlock:
 
 
 class BlockList:
-    """A doubly linked list of blocks in the order of appending. Each operation takes O(1).
-
-    The links are arrays over block ids; block 0 stands for both ends of the list. With a million
-    blocks, hash tables would cost one more cache miss per operation.
-    """
+    """A doubly linked list of blocks in the order of appending. Each operation takes O(1)."""
 
     def __init__(self, num_blocks: int) -> None:
+        # Arrays over block ids, whose entry 0 is both ends of the list. With a million blocks,
+        # hash tables would cost one more cache miss per operation.
         self._next = array("i", [-1]) * (num_blocks + 1)
         self._previous = array("i", [-1]) * (num_blocks + 1)
         self._next[0] = self._previous[0] = 0
@@ -100,23 +97,24 @@ class PrefixIndex:
     """Finds a block by the key of its contents.
 
     A block enters the index only after its predecessor in the same table. So each user of a block
-    uses its predecessors too, and releases them after it. The longest unused block therefore never
-    has a successor in the index: eviction in this order evicts leaves first. No operation but
-    `entries` takes longer for a larger index.
+    also uses its predecessors, and releases them after it. The longest unused block therefore has
+    no successor in the index, and eviction in this order evicts leaves first. All operations except
+    `entries` take the same time for every size of the index.
 
-    `keeps_unused`: a block stays in the index after its last user, until its space is needed.
-    `num_entries`: the number of blocks that can be found. `unused`: the blocks without a user,
-    oldest release first. The first `num_dropped` unused blocks cannot be found any more; their keys
-    are removed when their space is needed, so that dropping many blocks takes O(1).
+    keeps_unused: whether a block stays in the index after its last user, until its space is needed.
+    num_entries: number of blocks that can be found.
+    unused: the blocks without a user, oldest release first.
+    num_dropped: number of blocks at the start of `unused` that can no longer be found.
     """
 
     def __init__(self, num_blocks: int, *, keeps_unused: bool) -> None:
         self.keeps_unused = keeps_unused
+        # The keys of dropped blocks are removed when their space is needed: dropping takes O(1).
         self.num_entries = self.num_dropped = 0
         self.unused = BlockList(num_blocks)
         self._num_unused_entries = 0  # blocks counted in `num_entries` that have no user
         self._num_drops = 0
-        # For each block: the number of drops before its last user left.
+        # For each block the number of drops before its last user left.
         self._drops_before = array("i", [0]) * (num_blocks + 1)
         self._by_key: dict[bytes, IndexedBlock] = {}
         self._by_block: list[IndexedBlock | None] = [None] * (num_blocks + 1)
@@ -127,19 +125,16 @@ class PrefixIndex:
         return list(self._by_key.values())
 
     def is_current(self, entry: IndexedBlock) -> bool:
-        """Return whether the block is neither dropped nor of an earlier generation.
-
-        Requests find such a block if its KV is young enough for them.
-        """
+        """Return whether the block is neither dropped nor of an earlier generation. Requests find
+        such a block if its KV is not too old for them."""
         was_there = self._drops_before[entry.block] < self._num_drops
         is_dropped = was_there and entry.block in self.unused
         return entry.generation == self._generation and not is_dropped
 
     def find(self, keys: Iterable[bytes], oldest_version: int | None) -> list[IndexedBlock]:
         """Return the entries of the longest indexed prefix without KV older than `oldest_version`.
-
-        `keys`: the keys of a request's blocks, first block first. None: KV of any age.
-        """
+        `keys` are the keys of a request's blocks, first block first. `oldest_version` None allows
+        KV of any age."""
         found = []
         for key in keys:
             entry = self._by_key.get(key)
@@ -158,10 +153,10 @@ class PrefixIndex:
     ) -> bool:
         """Index a computed block that has a user. Returns whether it is in the index afterwards.
 
-        Returns False, with nothing changed, if `predecessor`, the block before it in the table
-        (None for the first), is not in the index or not current, or if another block has its key.
-        But if that other block has no user, and is not current or its prefix has KV older than
-        `oldest_version`, it loses the key to this block.
+        `predecessor` is the block before `block` in the table; None for the first block. If the
+        predecessor is not in the index or not current, nothing is changed. If another block has the
+        key, nothing is changed either, with one exception. If that block has no user, and is not
+        current or has a prefix with KV older than `oldest_version`, it loses the key to `block`.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -194,8 +189,8 @@ class PrefixIndex:
             self._num_unused_entries -= 1
 
     def release(self, block: int) -> bool:
-        """Record that the block's last user has left. Returns whether the block stays in the index,
-        as an unused block; if not, it is free."""
+        """Record that the block's last user has left. Returns True if the block stays in the index
+        as an unused block, False if it is free."""
         entry = self._by_block[block]
         if entry is None:
             return False
@@ -208,10 +203,8 @@ class PrefixIndex:
         return False
 
     def evict_oldest(self) -> int:
-        """Remove the longest unused block from the index and return it.
-
-        The caller has checked that there is one.
-        """
+        """Remove the longest unused block from the index and return it. There must be an unused
+        block."""
         block = self.unused.first
         assert block, "every block has a user"
         entry = self._by_block[block]
@@ -230,10 +223,8 @@ class PrefixIndex:
         self._num_drops += 1
 
     def start_generation(self) -> None:
-        """Exclude all blocks that are in the index now from later matches. O(1).
-
-        Unused blocks are dropped; the other blocks leave the index with their last user.
-        """
+        """Exclude all blocks that are in the index now from later matches. O(1). Unused blocks are
+        dropped. The other blocks leave the index with their last user."""
         self.drop_unused()
         self._generation += 1
         self.num_entries = 0

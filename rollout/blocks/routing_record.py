@@ -1,10 +1,10 @@
-"""RoutingRecord: the experts that computed each KV entry, kept on the host by cache slot.
+"""RoutingRecord: the experts that computed each KV entry, kept on the host.
 
-`rollout.engine.build` makes it if `record_routing` is set. Scheduler and RunningRequests write it;
-OutputProcessor takes the rows of requests that end or are queued again.
+`rollout.engine.build` creates it if `record_routing` is set. Scheduler and RunningRequests write
+it. OutputProcessor takes the rows of requests that end or are queued again.
 
-Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts of a
-token.
+Shape letters: T tokens of a step, P positions of a request, L layers with experts, K experts per
+token, S cache slots.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ _MAX_IN_A_BYTE = 256
 class RoutingRecord:
     """A row of expert ids [L, K] for every slot of the KV cache.
 
-    Slot block * block_size + i belongs to token i of the block.
-
-    The rows follow the cache: requests that share a block share its rows, and copying a block
-    copies its rows. The device runs ahead: `launch` only records which blocks a step copies, and
-    `commit` applies the changes of each step in order. So a freed block keeps its rows until the
-    result of a later step is committed. `keep` saves the rows of a request whose blocks are freed,
-    and `take` returns them.
+    Slot block * block_size + i belongs to token i of the block. Requests that share a block share
+    its rows, and copying a block copies its rows. `launch` records only which blocks a step copies.
+    `commit` applies each step's changes when its result is known. `keep` saves the rows of a
+    request whose blocks are freed, and `take` returns the saved rows.
     """
 
     def __init__(
         self, *, num_blocks: int, block_size: int, num_layers: int, top_k: int, num_experts: int
     ) -> None:
-        """`top_k`: experts of a token. `num_experts`: experts of a layer, shared ones left out."""
+        """`top_k` is the number of experts per token. `num_experts` is the number of experts in a
+        layer, not counting shared experts."""
         self.block_size = block_size
         dtype = np.uint8 if num_experts <= _MAX_IN_A_BYTE else np.int16
         self._rows_SLK = np.zeros(((num_blocks + 1) * block_size, num_layers, top_k), dtype)
@@ -44,7 +42,7 @@ class RoutingRecord:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows of all slots. The host allocates them when slots are first written."""
+        """Bytes of the rows of all slots. The host allocates a row's memory at the first write."""
         return self._rows_SLK.nbytes
 
     # ---- steps
@@ -68,12 +66,10 @@ class RoutingRecord:
     # ---- requests
 
     def read(self, blocks: Sequence[int], num_positions: int) -> NDArray[np.int16]:
-        """Return the rows of the first positions of a request that holds `blocks`, [P, L, K].
-
-        The KV of these positions is committed.
-        """
+        """Return the rows [P, L, K] of a request's first `num_positions` positions. The request
+        holds `blocks`, and the KV of these positions is committed."""
         ids = np.array(blocks[: -(-num_positions // self.block_size)], dtype=np.int64)
-        # A block that a step in flight is to fill by a copy has its rows in the source until then.
+        # A block that a step in flight copies has its rows in the source block until the commit.
         for sources, targets in reversed(self._copies):
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 ids[ids == target] = source
@@ -86,5 +82,5 @@ class RoutingRecord:
         self._kept[request_id] = self.read(blocks, num_positions)
 
     def take(self, request_id: int) -> NDArray[np.int16] | None:
-        """Return the saved rows of a request and drop them here; None if none were saved."""
+        """Return the saved rows of a request and drop them here; None if no rows were saved."""
         return self._kept.pop(request_id, None)

@@ -1,7 +1,7 @@
-"""rollout bench: measures throughput and latency of an LLM that it creates.
+"""rollout bench: measures throughput and latency of an LLM that it creates, or of a running server.
 
-`rollout bench serving` measures a running server instead. `rollout.cli.main` calls `run`, which
-prints the measurements and writes no files.
+`rollout.cli.main` calls `run`, which prints the measurements and writes no files. `rollout bench
+serving` measures a server.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class OfflineLoad(BenchLoad):
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the load and print its measurements. Returns 1 if a request failed, else 0. words: the
-    command's arguments. Raises UsageError for wrong arguments."""
+    """Run the load and print its measurements. Returns 1 if a request failed, else 0. `words` are
+    the command's arguments. Raises UsageError for wrong arguments."""
     if words[:1] == ["serving"]:
         return _run_serving(words[1:])
     parser = Parser(
@@ -119,8 +119,9 @@ def _run_serving(words: Sequence[str]) -> int:
 
 
 def _measure(llm: apis.LLM, load: OfflineLoad, *, knows_cpu_time: bool) -> Summary:
-    """Run all prompts at once, after one short request to warm up, and return the measurements.
-    knows_cpu_time: whether the engine runs in this process; a fleet's CPU time is not measured."""
+    """Return the measurements of all prompts run at once, after one short request to warm up.
+    `knows_cpu_time` tells whether the engine runs in this process. Otherwise CPU time is not
+    measured."""
     prompts = load.prompts()
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     llm.generate(prompts[0][:1], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))

@@ -1,6 +1,7 @@
-"""The load of `rollout bench`, and its run against a server: streamed completions that are timed.
+"""The load of `rollout bench`, and `measure_serving`, which runs it against a server.
 
-Used by `rollout.cli.bench` and `benchmarks.serving`. `measure_serving` sends HTTP requests.
+Used by `rollout.cli.bench` and `benchmarks.serving`. `measure_serving` sends HTTP requests for
+streamed completions and times them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rollout.ranges import Name, PositiveFloat, PositiveInt, PositiveSeconds, ch
 class BenchLoad:
     """Prompts of random ids in [1, max_token_id]. Raises UsageError for a number below 1.
 
-    prompt_tokens: length of each prompt. num_tokens: tokens that each request generates.
-    """
+    prompt_tokens: length of each prompt.
+    num_tokens: tokens that each request generates."""
 
     num_prompts: PositiveInt = 64
     prompt_tokens: PositiveInt = 128
@@ -37,7 +38,7 @@ class BenchLoad:
         check_fields(self, UsageError)
 
     def prompts(self) -> list[list[int]]:
-        """Return the prompts, which are the same in each run."""
+        """Return the token ids of the prompts, which are the same in each run."""
         generator = np.random.default_rng(0)
         shape = (self.num_prompts, self.prompt_tokens)
         ids: list[list[int]] = generator.integers(1, self.max_token_id + 1, shape).tolist()
@@ -54,13 +55,12 @@ class ServingLoad(BenchLoad):
     max_token_id: prompts are random ids from 1 to this one.
 
     url: URL of an OpenAI-compatible server, such as http://127.0.0.1:8000.
-    model: name of the model. None: the first model that the server lists.
+    model: name of the model. None takes the first model that the server lists.
     api_key: bearer token; better in the variable ROLLOUT_API_KEY.
     concurrency: most requests at once.
-    rate: mean number of requests started per second, at random times. None: a request starts
+    rate: mean number of requests started per second, at random times. None starts a request
         whenever another one ends.
-    timeout_s: most seconds of one request.
-    """
+    timeout_s: most seconds of one request."""
 
     url: Name
     model: Name | None = None
@@ -78,9 +78,9 @@ class ServingLoad(BenchLoad):
 
 
 async def measure_serving(load: ServingLoad) -> Summary:
-    """Send all requests, wait for the last one and return the measurements. A failed request is
-    counted, and its error is not raised. If `load` names no model, raises RolloutError if the
-    server cannot be reached or lists no model."""
+    """Send all requests, wait for the last one, and return the measurements. A failed request is
+    counted and raises nothing. If `load` names no model, raises RolloutError if the server cannot
+    be reached or lists no model."""
     headers = {} if load.api_key is None else {"Authorization": f"Bearer {load.api_key}"}
     async with aiohttp.ClientSession(
         base_url=server_root(load.url),

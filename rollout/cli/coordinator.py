@@ -1,7 +1,8 @@
 """rollout coordinator: runs a coordinator, which distributes clients' requests to engines.
 
-`rollout.cli.main` calls `run`, which runs the coordinator in this process. Engines join by `rollout
-engine`, clients by AsyncLLM.connect. `run` sets SIGINT and SIGTERM handlers and logging.
+`rollout.cli.main` calls `run`. `rollout.cli.engine` uses `address_of`. The coordinator runs in this
+process. Engines join by `rollout engine`, clients by AsyncLLM.connect. `run` sets up logging, and
+handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from rollout.wire import DEFAULT_MAX_FRAME_BYTES
 class CoordinatorKeywords:
     """The keywords of DataParallelInferenceCoordinator that a command line can give.
 
-    data_parallel_size: expected engines; more may join.
+    data_parallel_size: expected number of engines; more may join.
     advertise_host: host for clients and engines, with --listen tcp://0.0.0.0:5555.
-    insecure: no keys off loopback; for closed networks alone.
-    deterministic_mode: no work before all engines have joined; ranks by their ids.
+    insecure: accept other machines without keys, for closed networks alone.
+    deterministic_mode: give no work before all engines have joined, with ranks in the order of
+        their ids.
     block_size_tokens: tokens of a block of a prompt's prefix.
     enable_prefix_caching: route prompts by their prefixes, in blocks of block_size_tokens.
     prefix_caching_coordinator_policy: the routing policy.
     policy_options: arguments of the policy, as JSON.
     schedule_output_path: file for the routing decisions.
-    max_frame_bytes: longest message that is sent or accepted.
-    """
+    max_frame_bytes: longest message that is sent or accepted."""
 
     data_parallel_size: int = 1
     advertise_host: str | None = None
@@ -62,8 +63,8 @@ _HINTS = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the address and serve until a client sends SHUTDOWN, or until SIGTERM or Ctrl-C.
-    Returns 0. words: the command's arguments. Raises UsageError for wrong arguments."""
+    """Print the address, and serve until a client sends a Shutdown, or until SIGTERM or Ctrl-C.
+    Returns 0. `words` are the command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "coordinator",
         "Distribute the requests of clients to engines, until a client shuts the fleet down.\n"

@@ -1,7 +1,7 @@
 """rollout engine: runs one engine, which connects to the coordinator at --join ADDRESS.
 
-`rollout.cli.main` calls `run`. The engine runs in this process, its other tensor-parallel ranks in
-child processes. `run` sets this process's SIGTERM handler and logging.
+`rollout.cli.main` calls `run`. The engine runs in this process, and its other tensor-parallel ranks
+in child processes. `run` sets up logging, and a handler of SIGTERM.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _KINDS: Kinds = fields_of(JoinKeywords)
 
 
 def run(words: Sequence[str]) -> int:
-    """Serve until the coordinator sends SHUTDOWN, then return 0. words: the command's arguments.
-    SIGTERM raises SystemExit: the engine disconnects, and other engines continue its requests.
-    Raises UsageError for wrong arguments."""
+    """Run the engine until the coordinator shuts it down. Returns 0. SIGTERM raises SystemExit,
+    which disconnects the engine. Other engines then continue its requests. `words` are the
+    command's arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "engine",
         "Run one engine of a fleet, until its coordinator shuts the engines down.",
@@ -103,8 +103,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def joined_address(join: str) -> str:
-    """Return the address of --join: tcp://HOST:PORT or ipc://PATH. A port stands for loopback.
-    Raises UsageError for other text."""
+    """Return the address of --join, which is tcp://HOST:PORT, ipc://PATH, or a port on loopback. A
+    port becomes a tcp:// address. Raises UsageError for other text."""
     if join.startswith("ipc://"):
         return join
     try:

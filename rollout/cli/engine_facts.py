@@ -1,6 +1,6 @@
-"""Facts of an engine: the values that it works with, and where they come from.
+"""The values that an engine works with, and where they come from, for `rollout explain`.
 
-Used by `rollout.cli.explain`. Reads an engine's parts and changes nothing.
+Used by `rollout.cli.explain`. It reads the parts of an engine and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A value that an engine works with. why: where the value comes from; "" if that is evident."""
+    """A value that an engine works with.
+
+    why: where the value comes from; "" if that is evident."""
 
     name: str
     value: Any
@@ -27,7 +29,8 @@ class Fact:
 
 
 def summary(build: EngineBuild) -> str:
-    """Return in one sentence what the engine serves, where, and how much of it at once."""
+    """Return one sentence on what the engine serves, on which device, and how many sequences at
+    once."""
     spec, sizes = build.model.spec, build.sizes
     dtype, device = str(spec.dtype).removeprefix("torch."), build.backend.device
     per_block = bytes_per_block(build.backend.attention, build.model.cache_spec(sizes.block_size))
@@ -121,7 +124,7 @@ def _limits(build: EngineBuild) -> Iterator[Fact]:
     elif sizes.max_sequence_length == longest:
         why = "the model's longest"
     else:
-        why = f"what the KV pool holds; the model could do {longest}"
+        why = f"what the KV pool holds; the model allows {longest}"
     yield Fact(name="max_sequence_length", value=sizes.max_sequence_length, why=why)
     yield Fact(name="max_requests", value=sizes.num_rows, why=_why_rows(config, build))
     why = "the default" if config.max_tokens is None else "as given"

@@ -30,7 +30,8 @@ if TYPE_CHECKING:  # it imports torch
 
 
 def run(words: Sequence[str]) -> int:
-    """Build the engine, print its values and release it. Returns 0."""
+    """Build the engine, print its values and release it. Returns 0. `words` are the command's
+    arguments. Raises UsageError for wrong arguments."""
     parser = Parser("explain", "Build an engine, and show its blocks, memory, kernels and limits.")
     parser.add_argument(
         "--products", action="store_true", help="the kernel of each matrix product, too"

@@ -1,7 +1,7 @@
 """rollout generate: completes prompts of a file or of stdin, as JSON lines.
 
-`rollout.cli.main` calls `run`. The engine is in this process, or a fleet if a setting asks for one.
-Samples go to stdout or the --output file, and the summary to stderr.
+`rollout.cli.main` calls `run`. It makes an engine in this process, or a fleet if a setting needs
+one. Samples go to stdout or the --output file, and the summary to stderr.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ Advance = Callable[[int], None]  # takes the number of tokens of a finished prom
 
 
 def run(words: Sequence[str]) -> int:
-    """Write the samples of all prompts. Returns 1 if a request failed, else 0. words: the command's
-    arguments. Raises UsageError for wrong arguments and prompts."""
+    """Generate and write the samples of all prompts. Returns 1 if a request failed, else 0. `words`
+    are the command's arguments. Raises UsageError for wrong arguments and prompts."""
     groups = (_ENGINE_KINDS, SAMPLING_KINDS, fields_of(RequestKeywords))
     given = _parser().parse(words, *groups, hints=_HINTS)
     alone = [word for word in given.settings if "=" not in word]
@@ -129,8 +129,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def _new_output(name: str, input_name: str | None) -> TextIO:
-    """Open the file `name` for writing. An earlier file of that name is renamed; stderr says so.
-    Raises UsageError for the input file, for a directory, and if it cannot be written."""
+    """Open the file `name` for writing. An earlier file of that name is renamed, and stderr says
+    so. Raises UsageError for the input file, for a directory, and if the file cannot be written."""
     path = Path(name)
     if path.is_dir():  # set_aside would rename it
         raise UsageError(f"--output {name} is a directory; give a file")
@@ -150,8 +150,8 @@ def _new_output(name: str, input_name: str | None) -> TextIO:
 
 def _chat_template_of(directory: str) -> Callable[[list[Any]], str]:
     """Return a function that renders messages as a prompt with the chat template of `directory`.
-    The template is read at the first call. The function raises UsageError for a directory without a
-    template and for messages that the template refuses, ConfigError for a malformed template."""
+    The function reads the template at its first call. It raises UsageError if there is no template
+    or the template refuses the messages, and ConfigError if the template is malformed."""
 
     @cache
     def template() -> ChatTemplate:
@@ -207,8 +207,8 @@ def _generate(
     *,
     is_json: bool,
 ) -> int:
-    """Generate all samples and write each as soon as the order of the prompts allows. more: the
-    number of samples and the priority. Writes a summary to stderr. Returns the exit code."""
+    """Generate all samples, and write them in the order of the prompts. Returns the exit code.
+    `more` holds the number of samples and the priority. A summary goes to stderr."""
     start, counts = time.monotonic(), _Counts()
     group_ids = llm.submit(
         [line.prompt for line in prompts], params, more.n, priority=more.priority
@@ -255,7 +255,7 @@ class _Counts:
 
 
 def _progress(num_prompts: int, *, is_shown: bool) -> AbstractContextManager[Advance]:
-    """Show a progress bar on stderr, if `is_shown` and the package rich is installed. The context
+    """Show a progress bar on stderr if `is_shown` and the package rich is installed. The context
     manager yields a function to call for each finished prompt."""
     if not is_shown or find_spec("rich") is None:
         return nullcontext(lambda num_tokens: None)

@@ -1,4 +1,4 @@
-"""Reads a server's URL, and turns aiohttp's errors into errors that `rollout.cli.main` reports.
+"""Reads a server's URL, and turns aiohttp's errors into a RolloutError that names the URL.
 
 Used by `rollout.cli.top` and `rollout.cli.bench_serving`.
 """
@@ -15,15 +15,15 @@ from rollout.errors import RolloutError
 
 
 def server_root(url: str) -> str:
-    """Return the URL below which a server has its routes, with a slash at the end. `url` may end in
-    the /v1 that OpenAI's clients need."""
+    """Return the URL of a server's root, with a slash at its end. A final /v1 in `url`, which
+    OpenAI's clients need, is dropped."""
     return url.rstrip("/").removesuffix("/v1") + "/"
 
 
 @contextmanager
 def named_http_faults(url: str) -> Iterator[None]:
     """Turn aiohttp's errors in the `with` block into RolloutErrors that name `url`. An aiohttp
-    error that is also an OSError, except a failed connection, passes unchanged."""
+    error that is also an OSError passes unchanged, unless it is a failed connection."""
     try:
         yield
     except aiohttp.ClientConnectorError as error:

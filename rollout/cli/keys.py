@@ -1,6 +1,6 @@
 """rollout keys: makes the CURVE keys of a fleet over several hosts.
 
-`rollout.cli.main` calls `run`, which writes the keys to files below the given folder.
+`rollout.cli.main` calls `run`, which writes the keys to files in the given folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from rollout.coordinator.net.key_folder import CLIENT, ENGINE, create_key_folder
 
 
 def run(words: Sequence[str]) -> int:
-    """Make the keys and print their folders. Returns 0. Raises UsageError without a folder."""
+    """Make the keys and print their folders. Returns 0. `words` are the command's arguments. Raises
+    UsageError without a folder, and ConfigError if the keys cannot be made."""
     parser = Parser(
         "keys",
         "Make the keys of a fleet: rollout keys DIR [NAME ...]. DIR is for the coordinator;\n"

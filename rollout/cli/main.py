@@ -1,7 +1,7 @@
-"""The `rollout` command: runs a subcommand, and reports errors as one line and an exit code.
+"""`rollout`: runs a subcommand, and reports an error as one line and an exit code.
 
-`main` is the entry point of the installed script `rollout` and of `python -m rollout`. Each
-subcommand is a module of rollout.cli, or an entry point of another installed package.
+`main` is the entry point of the installed script `rollout`, and `rollout.__main__` calls it. Each
+subcommand is a module of `rollout.cli`, or an entry point of another installed package.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ ABOUT_PACKAGES = {  # their help texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run the command line `arguments`, or sys.argv if None, and return its exit code.
 
-    Errors are reported on stderr as one line, or as a JSON object with `--json`. The exit code is
-    then 2 for a wrong command line, config or request, and 1 for another RolloutError or OSError.
-    An interrupt returns 130, and a closed stdout returns 1; neither prints anything. Other
-    exceptions are raised. arguments: the command line; None for sys.argv.
-    """
+    An error is printed to stderr as one line, or as a JSON object with `--json`. The exit code is 2
+    for a wrong command line, config or request, and 1 for another RolloutError or OSError. An
+    interrupt returns 130 and a closed stdout returns 1, without a message. Other exceptions are
+    raised."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words)

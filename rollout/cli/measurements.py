@@ -19,8 +19,8 @@ PERCENTS = (50, 90, 99)
 class Timing:
     """Timing of one request that succeeded.
 
-    first_token_s, total_s: seconds from its start to its first and to its last token.
-    """
+    first_token_s: seconds from the request's start to its first token.
+    total_s: seconds from the request's start to its last token."""
 
     num_prompt_tokens: int
     num_generated_tokens: int
@@ -29,14 +29,14 @@ class Timing:
 
     @property
     def per_token_s(self) -> float | None:
-        """Seconds per token after the first; None for a request of one token."""
+        """Seconds per token after the first, or None for a request of one token."""
         num_further = self.num_generated_tokens - 1
         return (self.total_s - self.first_token_s) / num_further if num_further > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """Percentiles of times in seconds; None if there were no times."""
+    """Percentiles of times in seconds; None if there are no times."""
 
     p50: float | None
     p90: float | None
@@ -52,11 +52,11 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The measurements of a run. Tokens and percentiles are of requests that succeeded.
+    """The measurements of a run. Tokens and percentiles count only requests that succeeded.
 
-    seconds: wall-clock seconds of the run. cpu_seconds: CPU time of the process that ran the
-    engine; None if not measured. first_error: message of one failed request; None without failures.
-    """
+    first_error: message of one failed request; None without failures.
+    seconds: wall-clock seconds of the run.
+    cpu_seconds: CPU seconds of the engine's process; None if not measured."""
 
     num_requests: int
     num_failed: int
@@ -104,7 +104,7 @@ class Summary:
         return asdict(self) | rates
 
     def headline(self, title: str) -> str:
-        """Return `title` with what was run, and a line for each rate."""
+        """Return lines with `title`, the numbers of requests and tokens, and each rate."""
         values, done = self.as_json(), self.num_requests - self.num_failed
         lines = [
             f"{title}: {done} of {self.num_requests} requests done in {self.seconds:,.1f} s",

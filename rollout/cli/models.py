@@ -1,8 +1,8 @@
-"""The settings of an LLM on the command line, and the LLM made from them.
+"""The settings of an LLM on the command line, and the LLM that is made of them.
 
 Used by the commands that take a model: `rollout.cli.serve`, `rollout.cli.generate`,
-`rollout.cli.bench`, `rollout.cli.explain` and `rollout.cli.engine`. torch is imported when an LLM
-is made, so that a mistake on the command line is answered at once.
+`rollout.cli.bench`, `rollout.cli.explain` and `rollout.cli.engine`. torch is imported only when an
+LLM is made, so that mistakes on the command line are reported at once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rollout.models.checkpoints.smollm2 import model_directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetKeywords:
-    """The keywords of AsyncLLM that a command line can give. Their values are checked there.
+    """The keywords of AsyncLLM that a command line can give. AsyncLLM checks their values.
 
     data_parallel_size: number of engines, each in a process of its own.
-    spawn: number of engines to start here; others join by `rollout engine`. None: all.
-    coordinator_host: host at which the coordinator listens. None: a socket of this user.
+    spawn: number of engines to start here, while others join by `rollout engine`. None starts all.
+    coordinator_host: host at which the coordinator listens. None makes a socket of this user.
     coordinator_port: port at which the coordinator listens.
     coordinator_options: further arguments of the coordinator, as JSON.
     max_engine_restarts: how often in a row a failed engine is started again.
     start_timeout_s: most seconds that a process takes to start.
-    weight_transport: how weights reach the engines; see docs/weight_transports.md. None: shared.
-    """
+    weight_transport: how weights reach the engines; see docs/weight_transports.md. None means
+        shared."""
 
     data_parallel_size: int = 1
     spawn: int | None = None
@@ -71,12 +71,12 @@ FLEET_HELP = "engine processes:\n" + help_of(FleetKeywords)
 
 
 def settings_help(*sections: str) -> str:
-    """Return help text with sections about settings, the model's first."""
+    """Return help text on the model's settings, followed by `sections`."""
     return "\n".join([_MODEL_HELP, *sections])
 
 
 def with_model(words: Sequence[str]) -> list[str]:
-    """Return the settings, with model= before the first word without "=", as in `serve DIR`."""
+    """Return `words` with "model=" before the first word without "=", as in `serve DIR`."""
     alone = next((index for index, word in enumerate(words) if "=" not in word), None)
     return [f"model={word}" if index == alone else word for index, word in enumerate(words)]
 
@@ -90,13 +90,12 @@ def model_of(values: Mapping[str, Any]) -> str:
 
 
 def engine_config(values: Mapping[str, Any]) -> InferenceConfig:
-    """Return the InferenceConfig of the given settings. Raises ConfigError for fields that are not
-    valid. Imports no torch, which takes seconds, so the error comes at once."""
+    """Return the InferenceConfig of the given settings. Raises ConfigError for invalid fields."""
     return InferenceConfig(**{name: values[name] for name in CONFIG_KINDS if name in values})
 
 
 def model_summary(directory: str, config: InferenceConfig) -> str:
-    """Return a model's name, family, dtype and size for the terminal, without loading it."""
+    """Return a model's name, family, dtype and size for the terminal, without loading the model."""
     folder = Path(directory)
     described = read_optional_object(folder / "config.json")
     dtype = described.get("dtype") or described.get("torch_dtype") or "auto"
@@ -113,8 +112,8 @@ def is_fleet(values: Mapping[str, Any]) -> bool:
 
 
 def make_llm(values: Mapping[str, Any]) -> apis.LLM:
-    """Return an LLM over an engine in this process, or over a fleet if `is_fleet(values)`. Raises
-    UsageError without an existing model directory, and ConfigError as `engine_config` does."""
+    """Return an LLM with an engine in this process, or with a fleet if `is_fleet(values)`. Raises
+    UsageError without an existing model directory, and ConfigError for invalid fields."""
     directory = model_of(values)
     engine_config(values)  # its error comes before torch is imported
     return apis.LLM(**{**values, "model": directory}, use_coordinator=is_fleet(values))

@@ -1,5 +1,7 @@
-"""The progress bar of `rollout generate`. Needs rich; `rollout.cli.generate` imports it if it is
-installed."""
+"""The progress bar of `rollout generate`, drawn on stderr.
+
+Used by `rollout.cli.generate` if the package rich is installed.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(num_prompts: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar over `num_prompts` prompts on stderr. Yields advance(num_tokens), to be called for
-    each finished prompt."""
+    """Show a bar over `num_prompts` prompts on stderr. Yields a function advance(num_tokens), which
+    the caller calls for each finished prompt."""
     columns = (
         *(TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.fields[rate]:,.0f} tokens/s"),

@@ -1,6 +1,6 @@
-"""The input and output of `rollout generate`: lines with prompts, and rows of samples.
+"""Reads prompts from lines, and makes the rows of samples that `rollout generate` writes.
 
-Used by `rollout.cli.generate`, and by `rollout.cli.bench` for `error_of`. Pure functions.
+Used by `rollout.cli.generate`, and by `rollout.cli.bench` (`error_of`). Pure functions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLine:
-    """One prompt: text or token ids.
+    """One prompt, as text or token ids.
 
-    columns: the items of its JSON line that are not null, the prompt's own included; empty for a
-    line of text.
-    """
+    columns: items of the prompt's JSON line that are not null; empty for a line of text."""
 
     prompt: str | list[int]
     columns: Mapping[str, Any]
@@ -32,7 +30,7 @@ class PromptLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputColumns:
-    """Which optional columns a sample's row has: token ids, log-probs, weights versions."""
+    """Which optional columns a sample's row has."""
 
     token_ids: bool
     log_probs: bool
@@ -47,10 +45,10 @@ def read_prompts(
 ) -> Iterator[PromptLine]:
     """Yield one prompt for each line that is not blank.
 
-    If the first such line begins with "{", all lines are JSON objects; else each line is a prompt's
-    text. apply_chat_template: renders `messages` as a prompt. source: name of the file in errors.
-    Raises UsageError, which names the line, for a line that is not UTF-8 or has no valid prompt.
-    """
+    All lines are JSON objects if the first of these lines begins with "{". Otherwise each line is
+    the text of a prompt. `apply_chat_template` renders `messages` as a prompt. `source` names the
+    file in error messages. Raises UsageError, naming the line, for a line that is not UTF-8 or has
+    no valid prompt."""
     is_json: bool | None = None
     for number, line in enumerate(lines, start=1):
         where = f"{source}, line {number}"
@@ -115,8 +113,8 @@ def sample_row(
     request: requests.DynamicInferenceRequest,
     wanted: OutputColumns,
 ) -> dict[str, Any]:
-    """Return the JSON object of one sample. index: number of its prompt, from 0. sample: number of
-    the sample of that prompt, from 0."""
+    """Return the JSON object of one sample. `index` numbers the prompts from 0, and `sample`
+    numbers the samples of the prompt from 0."""
     row: dict[str, Any] = {
         "prompt": line.prompt,
         **line.columns,
@@ -143,8 +141,8 @@ def sample_row(
 
 
 def version_runs(request: requests.DynamicInferenceRequest) -> list[dict[str, int]]:
-    """Return the runs of tokens [start, end) that one weights version sampled, in order. start and
-    end count generated tokens from 0."""
+    """Return the runs of tokens [start, end) that one weights version sampled, in order. `start`
+    and `end` count generated tokens from 0."""
     num_prompt = len(request.prompt_tokens)
     return [
         {"version": version, "start": max(start - num_prompt, 0), "end": end - num_prompt}

@@ -1,7 +1,7 @@
 """rollout serve: serves a model over HTTP until SIGTERM or Ctrl-C.
 
-`rollout.cli.main` calls `run`. An AsyncLLM serves the model; its engines are child processes. `run`
-prints what is loaded and where the server listens, and sets up logging.
+`rollout.cli.main` calls `run`. An AsyncLLM serves the model with engines in child processes. `run`
+sets up logging, and prints what is loaded and where the server listens.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _HINTS.pop("max_model_len")  # a setting here
 
 def run(words: Sequence[str]) -> int:
     """Serve until SIGTERM or Ctrl-C, then finish the running requests and return 0. Requests that
-    still run after `drain_timeout_s` are aborted. words: the command's arguments. Raises UsageError
-    for wrong arguments."""
+    still run after `drain_timeout_s` are aborted. `words` are the command's arguments. Raises
+    UsageError for wrong arguments."""
     parser = Parser(
         "serve",
         "Serve a model over HTTP, until SIGTERM or Ctrl-C. Then running requests may end within\n"
@@ -111,8 +111,9 @@ async def _serve(of_llm: Mapping[str, Any], config: ServeConfig, *, is_json: boo
 def opening(
     url: str, config: ServeConfig, stats: EngineStats, example: Mapping[str, str] | None
 ) -> str:
-    """Return the lines that say what a server has loaded, and where to reach it. stats: counters of
-    its engines. example: a request to try, as `example_request` returns it."""
+    """Return the lines that tell what a server has loaded, and where to reach it. `stats` are the
+    counters of the server's engines. `example` is a request to try, made by `example_request`, or
+    None."""
     kv, weights = (
         sum(getattr(use, f"{part}_bytes") for use in stats.ranks) for part in ("kv", "weights")
     )
@@ -133,7 +134,7 @@ def opening(
 
 
 def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine to its end in a new event loop: uvloop's if installed, else asyncio's."""
+    """Run a coroutine in a new event loop of uvloop if it is installed, else of asyncio."""
     try:
         import uvloop
     except ImportError:

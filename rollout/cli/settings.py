@@ -1,7 +1,7 @@
-"""Settings on the command line: words of the form key=value, read as the types of their fields.
+"""Settings on the command line: words of the form key=value, read as the types of config fields.
 
-Used by every module of rollout.cli that reads a command line or raises UsageError. Most settings
-are the fields of config classes. Reads API keys from the environment.
+Used by the modules of `rollout.cli` that read a command line or raise UsageError. API keys are read
+from environment variables.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ Kinds = Mapping[str, Any]
 
 
 class UsageError(Exception):
-    """A command line or input that the command refuses; `main` reports it with exit code 2."""
+    """A command line or input is wrong. `rollout.cli.main` reports it with exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with `--json` and key=value settings. Wrong words raise UsageError."""
+    """An ArgumentParser with `--json` and key=value settings. It raises UsageError for wrong
+    words."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -55,11 +56,9 @@ class Parser(argparse.ArgumentParser):
     def parse(
         self, words: Sequence[str], *groups: Kinds, hints: Mapping[str, str] | None = None
     ) -> argparse.Namespace:
-        """Return the parsed words: the options, and `settings` as a list of words.
-
-        groups, hints: as in `read_settings`, for the error message of an unknown option. Raises
-        UsageError, whose message writes an unknown option as a setting.
-        """
+        """Return the parsed options, with `settings` as a list of words. `groups` and `hints` are
+        as in `read_settings`. Raises UsageError for an unknown option. The error says what to write
+        instead."""
         given, unknown = self.parse_known_intermixed_args(words)
         if not unknown:
             return given
@@ -82,11 +81,9 @@ def fields_of(kind: type, *, without: Sequence[str] = ()) -> Kinds:
 
 
 def help_of(kind: type, *, without: Sequence[str] = ()) -> str:
-    """Return help text with an entry for each field of a dataclass, except those in `without`.
-
-    An entry has the field's default, and the first sentence about it in the class's docstring. A
-    blank line divides the fields of two paragraphs of the docstring.
-    """
+    """Return help text with an entry for each field of a dataclass, except those in `without`. An
+    entry has the field's default, and the first sentence about the field in the class's docstring.
+    Blank lines between fields in the docstring stay in the help text."""
     paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
     described = {
         name: (number, text)
@@ -115,14 +112,15 @@ def help_of(kind: type, *, without: Sequence[str] = ()) -> str:
 
 
 def _summary(text: str, default: Any) -> str:
-    """Return the first sentence about a field; for the default None also what that means."""
+    """Return the first sentence of `text`. For the default None, add the sentence that begins with
+    None."""
     first, *others = " ".join(text.split()).rstrip(".").split(". ")
     of_none = [other for other in others if other.startswith("None")] if default is None else []
     return ". ".join([first, *of_none])
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as it is written on the command line; "..." without a default."""
+    """Return a field's default as the command line writes it, or "..." if the field has none."""
     default = field.default
     if default is dataclasses.MISSING:
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -137,10 +135,9 @@ def read_settings(
 ) -> list[dict[str, Any]]:
     """Return one dict of values by name for each group. A name in two groups goes to both.
 
-    hints: our names of settings, by their names in other systems, for error messages. API keys that
+    `hints` maps names of settings in other systems to our names, for error messages. API keys that
     are not given are read from ROLLOUT_API_KEY and ROLLOUT_ADMIN_KEY. Raises UsageError for a word
-    without "=", an unknown name, a name given twice, and a value of the wrong type.
-    """
+    without "=", an unknown name, a name given twice, and a value of the wrong type."""
     found: list[dict[str, Any]] = [{} for _ in groups]
     for word in words:
         name, equals, text = word.partition("=")
@@ -168,14 +165,14 @@ def require(values: Mapping[str, Any], name: str, example: str) -> Any:
 
 
 def is_setting(word: str) -> bool:
-    """Return whether a word is key=value. A URL is not, even if its query holds "="."""
+    """Return whether a word has the form key=value. A URL with "=" in its query does not."""
     return "=" in word and "://" not in word.partition("=")[0]
 
 
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
-    dicts are written as JSON; tuples of strings also with commas. JSON of another shape, and text
-    for an enum or a path, are left to the config class."""
+    dicts are written as JSON. Tuples of strings are written as JSON or with commas. The config
+    class checks the shape of JSON, and the text for an enum or a path."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None
@@ -204,8 +201,8 @@ def _unknown(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, 
 
 
 def _remedy(name: str, text: str, groups: Sequence[Kinds], hints: Mapping[str, str]) -> str:
-    """Return what to write in place of an unknown setting: its name here by `hints`, or the nearest
-    name, or else where all names are listed."""
+    """Return what to write in place of an unknown setting: our name in `hints`, or the nearest
+    name. If no name is near, refer to the list of all names."""
     if name in hints:
         return f"{name} is {hints[name]} here"
     known = {known for group in groups for known in group}

@@ -1,7 +1,7 @@
 """rollout top: shows engines, queues, KV blocks and throughput of a fleet, live in a terminal.
 
-`rollout.cli.main` calls `run`. It reads counters of a coordinator or a server and prints them; it
-changes nothing.
+`rollout.cli.main` calls `run`. The command reads counters from a coordinator or a server, and
+prints them. It changes nothing.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class TopSettings:
     """What `rollout top` shows, and how often.
 
     interval_s: seconds between two snapshots of a coordinator.
-    count: number of snapshots. None: until Ctrl-C.
-    api_key: key of the server; better in the variable ROLLOUT_API_KEY.
-    """
+    count: number of snapshots. None shows them until Ctrl-C.
+    api_key: key of the server; better in the variable ROLLOUT_API_KEY."""
 
     interval_s: PositiveSeconds = 1.0
     count: PositiveInt | None = None
@@ -61,8 +60,8 @@ _KINDS: Kinds = fields_of(TopSettings)
 
 
 def run(words: Sequence[str]) -> int:
-    """Show snapshots until Ctrl-C, or as many as the setting `count` says. Returns 0. words: the
-    command's arguments. Raises UsageError for wrong arguments."""
+    """Show snapshots until Ctrl-C, or `count` snapshots. Returns 0. `words` are the command's
+    arguments. Raises UsageError for wrong arguments."""
     parser = Parser(
         "top",
         "Watch the engines of a fleet: rollout top ADDRESS. ADDRESS is the address of a\n"
@@ -100,9 +99,9 @@ def run(words: Sequence[str]) -> int:
 async def of_coordinator(
     address: str, interval_s: float, curve: CurveKeys | None = None
 ) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield a snapshot of the fleet every `interval_s` seconds, without end. curve: this client's
-    keys; None without encryption. Raises CoordinatorLostError if there is no coordinator, or if it
-    disconnects."""
+    """Yield a snapshot of the fleet every `interval_s` seconds, without end. `curve` holds this
+    client's keys, or None without encryption. Raises CoordinatorLostError if no coordinator answers
+    or if it disconnects."""
     # Imports torch, which takes seconds and which a server's snapshots do not need.
     from rollout.coordinator.client.inference_client import InferenceClient
 
@@ -117,8 +116,8 @@ async def of_coordinator(
 
 
 async def of_server(url: str, api_key: str | None) -> AsyncGenerator[FleetSnapshot, None]:
-    """Yield the snapshots that a server sends to its page, until it closes the stream. Raises
-    RolloutError if the server refuses, aiohttp's errors if the connection fails."""
+    """Yield the snapshots that a server sends to its web page, until it closes the stream. Raises
+    RolloutError if the server refuses, and aiohttp's errors if the connection fails."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with (
         aiohttp.ClientSession(
@@ -166,8 +165,7 @@ async def _show(
 
 
 def view_of(snapshot: FleetSnapshot) -> RenderableType:
-    """Return what the terminal shows: a headline, and a table with one row for each engine. It fits
-    80 columns."""
+    """Return the headline and a table with one row per engine, at most 80 columns wide."""
     num_engines = len(snapshot.engines)
     rate, prefill = (snapshot.total(f"{name}_tokens_per_s") for name in ("generated", "prefill"))
     headline = Text.assemble(
@@ -193,12 +191,10 @@ def view_of(snapshot: FleetSnapshot) -> RenderableType:
 
 
 def _reason(name: str) -> str:
-    """Return the name of a counter such as `num_unknown_keys` as words."""
     return name.removeprefix("num_").replace("_", " ")
 
 
 def _kv_cache(engine: dict[str, Any]) -> str:
-    """Return a bar of the KV blocks in use, and their share."""
     used, total = engine["num_blocks_used"], engine["num_blocks_total"]
     share = used / total if total else 0.0
     filled = round(_BAR_WIDTH * share)

@@ -1,1 +1,1 @@
-"""The control plane: an engine's states, the commands that change them, and the results' types."""
+"""The control plane: engine states, the commands that change them, and the reports of commands."""

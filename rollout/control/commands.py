@@ -1,18 +1,17 @@
-"""The commands of an engine: pause, suspend, resume, set the version, report counters, stop.
+"""The commands of engines and fleets, such as pause, suspend and stats.
 
-A command is one struct: its fields are the arguments and travel in messages, `transition` says in
-which states it is legal, and `run` calls the method of the engine that does the work. Nothing here
-holds state.
+A command is a struct: its fields are the arguments, `transition` has the states in which it is
+legal, and `run` calls the engine's method. Every engine, runtime, LLM and client executes commands
+by one method, `do(command)`. Methods such as `suspend(...)` come from `ControlCalls`,
+`AsyncControlCalls` and `ClientControlCalls`, which build the command and pass it to `do`.
 
 Used by `rollout.engine.engine`, `rollout.apis`, `rollout.testing`, `rollout.serve.llm`,
-`rollout.cli.top` and `rollout.coordinator`, whose core and agents receive commands as messages.
-Engines, runtimes, LLMs and clients take commands by one generic method, `do(command)`. LLMs and
-clients inherit methods such as `suspend(...)` from `ControlCalls`, `AsyncControlCalls` or
-`ClientControlCalls`.
+`rollout.cli.top` and `rollout.coordinator`. The coordinator's core and agents receive commands as
+messages.
 
-To add an argument to a command, add a field to its struct, pass it on in `run`, and add it to the
-methods below. A new command is a new struct in COMMANDS, with a tag that no other message has, and
-a Transition in rollout/control/state.py.
+To add an argument, add a field to the struct, pass it on in `run`, and add it to the methods below.
+A new command is a new struct in COMMANDS, with an unused tag, and a Transition in
+rollout/control/state.py.
 """
 
 from __future__ import annotations
@@ -76,11 +75,13 @@ class ControlledEngine(Protocol):
 class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
     """The results of one command on the engines of a fleet.
 
-    state: the name of the fleet's state after the command. weights_checksum: checksum of the
-    weights that all engines serve, "" if it is not known. by_rank: each engine's result by its
-    rank; empty if no engine was asked. lost_ranks: ranks of engines that disconnected meanwhile.
-    num_queued: requests that wait for an engine. refused: how many connections and peers the
-    coordinator refused, by reason; only for Stats.
+    state: the name of the fleet's state after the command.
+    weights_checksum: checksum of the weights that all engines serve; "" if unknown.
+    by_rank: each engine's result by its rank; empty if the command did not run on engines.
+    lost_ranks: ranks of engines that disconnected meanwhile.
+    num_queued: requests that wait for an engine.
+    refused: number of connections and peers that the coordinator refused, by reason; only for
+        Stats.
     """
 
     state: str
@@ -95,9 +96,11 @@ class FleetResults(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
 class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
     """A command as a message from a client to the coordinator.
 
-    command_id: the sender's number of the command. A message with the number of an earlier command
-    runs nothing again, and gets the same answer. deadline_s: seconds until the answer is due; None
-    takes the coordinator's `command_deadline_s`. An engine in this process ignores both.
+    command_id: number of the command, which the sender chooses. The coordinator runs each number
+        once; a repeated message gets the earlier answer.
+    deadline_s: seconds until the answer is due; None takes the coordinator's `command_deadline_s`.
+
+    An engine in this process ignores `command_id` and `deadline_s`.
     """
 
     transition: ClassVar[Transition]
@@ -114,8 +117,8 @@ class ControlMessage(Message, Generic[R], frozen=True, kw_only=True):
         raise NotImplementedError
 
     def read(self, answer: Mapping[str, Any]) -> FleetResults[R]:
-        """Return a coordinator's answer as results of this command's type. Raises ProtocolError if
-        it is malformed."""
+        """Convert a coordinator's answer to FleetResults of this command's result type. Raises
+        ProtocolError if the answer is malformed."""
         try:
             results: FleetResults[R] = msgspec.convert(
                 answer, _results_type(type(self)), str_keys=True
@@ -148,17 +151,17 @@ def _results_type(command_type: type[ControlMessage[Any]]) -> Any:
 class Command(ControlMessage[R], Generic[R], frozen=True, kw_only=True):
     """A command that an engine runs between two steps. The coordinator sends it on to its engines.
 
-    uses_weights: whether the command waits while an engine in this process stages an update. It
-    does if it moves or reads the weights, changes their version, or stops the engine. ends_staging:
-    whether an engine of a fleet cancels the update that it stages, because the command moves the
-    weights' memory or stops the engine.
+    uses_weights: whether the command waits while an engine in this process stages an update. Such a
+        command reads or moves the weights, changes their version, or stops the engine.
+    ends_staging: whether an engine of a fleet cancels the staging of an update when the command
+        arrives. Such a command moves the weights' memory or stops the engine.
     """
 
     uses_weights: ClassVar[bool] = False
     ends_staging: ClassVar[bool] = False
 
     def run(self, engine: ControlledEngine) -> R:
-        """Call the method of `engine` that does the work. Raises what that method raises."""
+        """Call the method of `engine` that does the work. Raises the errors of that method."""
         raise NotImplementedError
 
 
@@ -170,7 +173,7 @@ class CommandWithoutResult(Command[None], frozen=True, kw_only=True):
 
 
 class Pause(CommandWithoutResult, frozen=True, kw_only=True, tag=40):
-    """Pause at the next step edge, that is, between two steps."""
+    """Pause between two steps."""
 
     transition = state.PAUSE
 
@@ -188,10 +191,11 @@ class Unpause(CommandWithoutResult, frozen=True, kw_only=True, tag=41):
 
 
 class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
-    """Release memory; unfinished requests stay.
+    """Release memory. Unfinished requests stay.
 
-    mode: a KVCacheManagementMode; None takes the one of the engine's config. release: the resources
-    to release, "kv_cache", "weights" or both. discard_weights: keep no copy of the weights.
+    mode: a KVCacheManagementMode; None takes the mode of the engine's config.
+    release: the resources to release, "kv_cache", "weights" or both.
+    discard_weights: keep no copy of the weights.
     """
 
     transition = state.SUSPEND
@@ -208,7 +212,8 @@ class Suspend(Command[SuspendReport], frozen=True, kw_only=True, tag=42):
 
 
 class Resume(Command[ResumeReport], frozen=True, kw_only=True, tag=43):
-    """Restore released resources. only: the one resource to restore; None restores all."""
+    """Restore released memory. `only` is the one resource to restore; None restores all
+    resources."""
 
     transition = state.RESUME
     uses_weights = ends_staging = True
@@ -233,7 +238,7 @@ class SetGenerationEpoch(CommandWithoutResult, frozen=True, kw_only=True, tag=44
 
 
 class Stop(CommandWithoutResult, frozen=True, kw_only=True, tag=45):
-    """Stop for good; requests can still be aborted."""
+    """Stop a paused or suspended engine for good. Requests can still be aborted."""
 
     transition = state.STOP
     uses_weights = ends_staging = True
@@ -253,7 +258,7 @@ class IncrementStaleness(CommandWithoutResult, frozen=True, kw_only=True, tag=46
 
 
 class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
-    """Stop for good, from any state; engine processes end."""
+    """Stop for good, from any state. Engine processes end."""
 
     transition = state.SHUTDOWN
     uses_weights = ends_staging = True
@@ -263,7 +268,7 @@ class Shutdown(CommandWithoutResult, frozen=True, kw_only=True, tag=61):
 
 
 class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
-    """Read counters and state. Changes nothing."""
+    """Read counters and state, without changing anything."""
 
     transition = state.STATS
 
@@ -276,7 +281,7 @@ class Stats(Command[EngineStats], frozen=True, kw_only=True, tag=81):
 
 
 class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=85):
-    """Read the checksums of a page of weights, which begins at the weight number `start`."""
+    """Read the checksums of one page of weights, from the weight with index `start` on."""
 
     transition = state.WEIGHT_CHECKSUMS
     uses_weights = True
@@ -286,8 +291,8 @@ class ChecksumWeights(Command[WeightChecksums], frozen=True, kw_only=True, tag=8
         return engine.weight_checksums(self.start)
 
     def merged(self, results: FleetResults[WeightChecksums]) -> WeightChecksums:
-        """Return the engines' common checksums. Raises EngineStateError if they differ or there is
-        no engine."""
+        """Return the checksums that all engines have. Raises EngineStateError if the engines'
+        checksums differ, or if there is no engine."""
         if not results.by_rank:
             raise EngineStateError("no engine is connected to compute checksums")
         (first, page), *others = results.by_rank.items()
@@ -318,7 +323,7 @@ def engine_state_of(fleet_state: str) -> EngineState:
 
 
 def fleet_stats(results: FleetResults[EngineStats]) -> FleetStats:
-    """Return the results of Stats as FleetStats."""
+    """Return the results of a Stats command as FleetStats."""
     return FleetStats(
         state=results.state,
         together=Stats().merged(results),
@@ -335,12 +340,12 @@ class ControlCalls(Protocol):
     """Commands as methods that return when the command has run. `LLM` inherits them."""
 
     def do(self, command: Command[R]) -> R:
-        """Run a command, on all engines if there are several. Raises EngineStateError if the
-        command is illegal now, and what the engine's method raises."""
+        """Run a command on the engine, or on all engines of a fleet. Raises EngineStateError if the
+        command is illegal now, and the errors of the engine's method."""
         ...
 
     def pause(self) -> None:
-        """Pause at the next step edge."""
+        """Pause between two steps."""
         self.do(Pause())
 
     def unpause(self) -> None:
@@ -353,15 +358,13 @@ class ControlCalls(Protocol):
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engine must be paused.
-
-        See Engine.suspend.
-        """
+        """Release memory. Unfinished requests stay. The engine must be paused. See
+        Engine.suspend."""
         return self.do(Suspend(mode=mode, release=release, discard_weights=discard_weights))
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released memory, or the resource `only`. Once all is restored the engine is
-        paused."""
+        """Restore all released memory, or only the resource `only`. The engine is paused after all
+        of its memory is restored."""
         return self.do(Resume(only=only))
 
     def set_generation_epoch(self, version: int) -> None:
@@ -369,20 +372,21 @@ class ControlCalls(Protocol):
         self.do(SetGenerationEpoch(version=version))
 
     def stats(self) -> EngineStats:
-        """Return counters and state of the engine, or of all engines together."""
+        """Return counters and state of the engine, or merged counters of all engines."""
         return self.do(Stats())
 
 
 class AsyncControlCalls(Protocol):
-    """Commands as coroutine methods. `AsyncLLM`, `ThreadedLLM` and `FakeAsyncLLM` inherit them."""
+    """Commands as coroutine methods. `AsyncLLM`, `ThreadedLLM`, `FakeAsyncLLM` and the Protocol
+    `ServedLLM` inherit them."""
 
     async def do(self, command: Command[R]) -> R:
-        """Run a command, on all engines if there are several. Raises EngineStateError if the
-        command is illegal now, and what the engine's method raises."""
+        """Run a command on the engine, or on all engines of a fleet. Raises EngineStateError if the
+        command is illegal now, and the errors of the engine's method."""
         ...
 
     async def pause(self) -> None:
-        """Pause all engines at their next step edge."""
+        """Pause each engine between two of its steps."""
         await self.do(Pause())
 
     async def unpause(self) -> None:
@@ -395,12 +399,13 @@ class AsyncControlCalls(Protocol):
         release: Sequence[str] = ("kv_cache",),
         discard_weights: bool = False,
     ) -> SuspendReport:
-        """Release memory; unfinished requests stay. The engines must be paused."""
+        """Release memory. Unfinished requests stay. The engines must be paused. See
+        Engine.suspend."""
         return await self.do(Suspend(mode=mode, release=release, discard_weights=discard_weights))
 
     async def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all released memory, or the resource `only`. Once all is restored the engines
-        are paused."""
+        """Restore all released memory, or only the resource `only`. The engines are paused after
+        all of their memory is restored."""
         return await self.do(Resume(only=only))
 
     async def set_generation_epoch(self, version: int) -> None:
@@ -408,21 +413,20 @@ class AsyncControlCalls(Protocol):
         await self.do(SetGenerationEpoch(version=version))
 
     async def stats(self) -> EngineStats:
-        """Return counters of all engines together."""
+        """Return the merged counters of all engines."""
         return await self.do(Stats())
 
 
 class ClientControlCalls(Protocol):
-    """Commands to a fleet as methods that return futures. `InferenceClient` inherits them.
-
-    The caller need not await a future. deadline_s: seconds that the answer may take.
-    """
+    """Commands to a fleet as methods that return futures. `InferenceClient` inherits them. A
+    command runs even if its future is never awaited. `deadline_s` is the number of seconds that the
+    answer may take."""
 
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[R]:
-        """Run a command on all engines. Returns a future with the merged result, or with the error
-        if the command was refused. Raises ConfigError for an argument of a wrong type."""
+        """Run a command on all engines. Returns a future with the merged result. The future raises
+        an error if the command was refused. Raises ConfigError for an argument of a wrong type."""
         ...
 
     def ask(
@@ -432,7 +436,7 @@ class ClientControlCalls(Protocol):
         ...
 
     def pause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
-        """Pause all engines at their next step edge."""
+        """Pause each engine between two of its steps."""
         return self.do(Pause(), deadline_s=deadline_s)
 
     def unpause_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
@@ -447,14 +451,14 @@ class ClientControlCalls(Protocol):
         *,
         deadline_s: float = COMMAND_DEADLINE_S,
     ) -> asyncio.Future[SuspendReport]:
-        """Release memory of paused engines. Arguments as for Engine.suspend."""
+        """Release memory of paused engines. The arguments are those of Engine.suspend."""
         command = Suspend(mode=mode, release=release, discard_weights=discard_weights)
         return self.do(command, deadline_s=deadline_s)
 
     def resume_engines(
         self, only: str | None = None, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[ResumeReport]:
-        """Restore all released memory, or the resource `only`."""
+        """Restore all released memory, or only the resource `only`."""
         return self.do(Resume(only=only), deadline_s=deadline_s)
 
     def set_generation_epoch(
@@ -466,7 +470,7 @@ class ClientControlCalls(Protocol):
     def increment_staleness(
         self, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[None]:
-        """Set the weights version to the current one + 1, without new weights."""
+        """Increase the weights version by 1, without new weights."""
         return self.do(IncrementStaleness(), deadline_s=deadline_s)
 
     def stop_engines(self, *, deadline_s: float = COMMAND_DEADLINE_S) -> asyncio.Future[None]:
@@ -480,11 +484,12 @@ class ClientControlCalls(Protocol):
     def engine_stats(
         self, *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[EngineStats]]:
-        """Return a future with each engine's counters. Legal in any state; changes nothing."""
+        """Return a future with each engine's counters. Legal in any state."""
         return self.ask(Stats(), deadline_s=deadline_s)
 
     def weight_checksums(
         self, start: int = 0, *, deadline_s: float = UPDATE_DEADLINE_S
     ) -> asyncio.Future[FleetResults[WeightChecksums]]:
-        """Return a future with each engine's page of checksums, from weight number `start` on."""
+        """Return a future with each engine's checksums of one page of weights, from index `start`
+        on."""
         return self.ask(ChecksumWeights(start=start), deadline_s=deadline_s)

@@ -1,8 +1,9 @@
-"""The types that suspend, resume, weight updates and stats() return. Times are in seconds.
+"""The reports that suspend, resume, weight updates and stats return. Times are in seconds.
 
-Reports are frozen. `rollout.engine` and the coordinator make them; `rollout.control.commands`
-merges the reports of a fleet's engines. Read by `rollout.apis`, `rollout.serve` (metrics, health,
-the page), `trainer_hooks` (phase, time account, charts, dashboard, weight sync) and users.
+Engines and the coordinator create reports, which are frozen. `rollout.control.commands` merges the
+reports of a fleet's engines. Reports are read by `rollout.apis`, `rollout.serve` (metrics, health,
+the page), `rollout.testing`, `trainer_hooks` (phase, time account, charts, dashboard, weight sync)
+and users.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts, sum_of_rank
 STALENESS = ("policy_staleness", "kv_staleness")
 LATENCIES = ("first_token_latency", "token_latency", "request_latency")
 HISTOGRAMS = (*STALENESS, *LATENCIES, "finish_reasons")  # fields that are tuples of counts
-# A fleet's stats have the smallest value of its engines in these fields, and sums in all others.
+# In a fleet's stats these fields are the minimum over the engines; other numbers are sums.
 LEAST_OF_FLEET = ("max_sequence_length", "block_size_tokens")
 _Report = TypeVar("_Report", "SuspendReport", "ResumeReport")
-NUM_AGES = 9  # buckets of a histogram of staleness: 0 to 7 versions, and older
+NUM_AGES = 9  # buckets of a histogram of staleness: one each for 0 to 7 versions, one for older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendReport:
     """Report of a suspend.
 
-    mode: the KV mode under which the KV cache is released. bytes_released: reserved memory that
-    this call released. resident_bytes_released: the part of it that was resident; on a host, blocks
-    that were never written to are not. bytes_kept: memory of KV cache and weights that stays
-    reserved. bytes_on_host: host copies that resume restores. released_by_owner, kept_by_owner:
-    bytes_released and bytes_kept by resource, "kv_cache" and "weights". kept_beside: bytes
-    outside both resources that stay, by name: captured "graphs", their "inputs", "tables" and
-    buffers of the model, the "rows" of requests. num_requests_requeued: requests whose KV this call
-    dropped.
+    mode: the KV mode under which the KV cache is released.
+    bytes_released: reserved memory that this call released.
+    resident_bytes_released: how much of `bytes_released` was resident. Host blocks that were never
+        written are not resident.
+    bytes_kept: memory of KV cache and weights that stays reserved.
+    bytes_on_host: host copies, from which resume restores.
+    released_by_owner, kept_by_owner: `bytes_released` and `bytes_kept` for each resource,
+        "kv_cache" and "weights".
+    kept_beside: bytes outside both resources that stay, by name: captured "graphs", their "inputs",
+        "tables" and buffers of the model, "rows" of requests.
+    num_requests_requeued: requests whose KV this call dropped.
     """
 
     mode: str
@@ -53,10 +57,11 @@ class SuspendReport:
 class ResumeReport:
     """Report of a resume.
 
-    mode: the KV mode of the suspend. bytes_restored: device memory that was copied back or made
-    usable again. restored_by_owner: these bytes by resource. graphs_recaptured: number of captured
-    steps that were dropped; later steps capture them again. num_requests_recomputed: requests that
-    later steps prefill again.
+    mode: the KV mode of the suspend.
+    bytes_restored: device memory that was copied back or made usable again.
+    restored_by_owner: `bytes_restored` for each resource.
+    graphs_recaptured: number of captured steps that were dropped. Later steps are captured again.
+    num_requests_recomputed: requests that later steps prefill again.
     """
 
     mode: str
@@ -71,13 +76,16 @@ class ResumeReport:
 class MemoryStatus:
     """Memory of an engine at one moment. The resources are "kv_cache" and "weights".
 
-    resident_bytes: reserved memory by resource, written to or not. bytes_on_host: host copies by
-    resource. kv_mode: the KV mode of the last suspend, or the config's before any. released:
-    resources whose memory is released. to_restore: resources that resume restores, also after a
-    suspend that failed midway. has_weights: False while the weights are discarded or mixed,
-    until a full update is committed. lora_base_bytes: host copy of the adapted weights without
-    their adapter; suspends keep it. routing_bytes: host memory of the recorded experts of all KV
-    entries; suspends keep it, too.
+    resident_bytes: reserved memory of each resource, written or not.
+    bytes_on_host: host copies of each resource.
+    kv_mode: the KV mode of the last suspend, or the config's mode before the first suspend.
+    released: resources whose memory is released.
+    to_restore: resources that resume restores, including those of a suspend that failed midway.
+    has_weights: False from the time the weights are discarded or mixed until a full update is
+        committed.
+    lora_base_bytes: host copy of the base values of weights with a LoRA adapter, which suspends
+        keep.
+    routing_bytes: host memory of the experts recorded for all KV entries, which suspends keep.
     """
 
     resident_bytes: Mapping[str, int]
@@ -94,8 +102,8 @@ class MemoryStatus:
 class WeightChecksums:
     """Checksums of one page of the weights.
 
-    checksums: 16 hex digits by Hugging Face name, in the order of names. num_weights: the number of
-    weights in all pages. version: the weights' version.
+    checksums: 16 hex digits by Hugging Face name, in the order of names.
+    num_weights: the number of weights in all pages.
     """
 
     checksums: Mapping[str, str]
@@ -107,11 +115,12 @@ class WeightChecksums:
 class WeightUpdateReport:
     """Report of a committed update of weights.
 
-    version: the version served from now on. seconds: the time of staging and commit together.
-    stall_seconds: the time from the end of the last step under the old version to the moment when
-    the first step under the new version can begin; if no request could run, the time of the commit
-    alone. num_bytes: bytes written to the model's weights. checksum: checksum of all weights, 16
-    hex digits.
+    version: the version that is served after the update.
+    seconds: the time of staging and commit together.
+    stall_seconds: the time from the end of the last step under the old version until the first step
+        under the new version can begin. If no request could run, it is the time of the commit.
+    num_bytes: bytes written to the model's weights.
+    checksum: checksum of all weights, 16 hex digits.
     """
 
     version: int
@@ -123,23 +132,26 @@ class WeightUpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(SchedulerCounts):
-    """State of an engine: requests by phase and blocks now, and totals since the engine's start.
+    """State of an engine: current requests and blocks, and totals since the engine's start.
 
-    num_prompt_tokens: prompt tokens of the requests that have ended. policy_staleness,
-    kv_staleness: how many generated tokens of these requests were 0, 1, ... versions old when the
-    request ended. The age is counted from the version that sampled the token, or that wrote its KV;
-    the last number counts all older tokens. finish_reasons, *_latency, num_generated_tokens,
-    num_begun_prompt_tokens: as in `rollout.engine.counters.RequestTotals`. first_token_seconds,
-    token_seconds, request_seconds: sum of the latencies. ranks: resources of each rank's process.
+    num_prompt_tokens: prompt tokens of the requests that have ended.
+    policy_staleness: histogram of the age of generated tokens when their request ended, counted in
+        versions since the version that sampled the token. The last bucket also counts all older
+        tokens.
+    kv_staleness: the same histogram, counted since the version that wrote the token's KV.
+    finish_reasons, *_latency, num_generated_tokens, num_begun_prompt_tokens: see
+        `rollout.engine.counters.RequestTotals`.
+    first_token_seconds, token_seconds, request_seconds: sums of the latencies.
+    ranks: resources of each rank's process.
     """
 
     state: EngineState
     weights_version: int
-    max_sequence_length: int  # in a fleet: the smallest of its engines
-    block_size_tokens: int  # in a fleet: the smallest of its engines
+    max_sequence_length: int  # for a fleet: the minimum over its engines
+    block_size_tokens: int  # for a fleet: the minimum over its engines
     num_graph_captures: int  # 0 where steps run eagerly
-    lora_base_bytes: int  # host copies, of all ranks, of adapted weights without their adapter
-    routing_bytes: int  # host memory of the recorded experts of all KV entries
+    lora_base_bytes: int  # host copies, on all ranks, of base values of weights with a LoRA adapter
+    routing_bytes: int  # host memory of the experts recorded for all KV entries
     num_steps: int
     num_failed_steps: int  # forward passes that raised
     num_prefill_tokens: int
@@ -175,11 +187,9 @@ class EngineStats(SchedulerCounts):
     ranks: tuple[RankUse, ...] = field(compare=False)  # CPU time differs from call to call
 
     def as_metrics(self, prefix: str = "engine/") -> dict[str, float]:
-        """Return the fields that are numbers, by name after `prefix`, for a MetricsWriter.
-
-        Numbers of `ranks` are summed. With several ranks, each rank's own numbers follow under
-        names such as "rank_0.1/kv_bytes".
-        """
+        """Return the numeric fields by name, each name after `prefix`, for a MetricsWriter. Numbers
+        of `ranks` are summed. If there are several ranks, each rank's own numbers are added under
+        names such as "rank_0.1/kv_bytes"."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: sum_of_ranks(self.ranks, name) for name in RANK_FIELDS}
         if len(self.ranks) > 1:
@@ -192,9 +202,11 @@ class EngineStats(SchedulerCounts):
 class FleetStats:
     """Counters of a fleet at one moment.
 
-    state: the name of the fleet's state. together: the counters of all engines as one. engines: the
-    counters of each engine by its rank. num_queued: requests that wait for an engine. refused: how
-    many connections and peers the coordinator has refused, by reason.
+    state: the name of the fleet's state.
+    together: the merged counters of all engines.
+    engines: the counters of each engine by its rank.
+    num_queued: requests that wait for an engine.
+    refused: number of connections and peers that the coordinator refused, by reason.
     """
 
     state: str
@@ -208,8 +220,8 @@ class FleetStats:
 
 
 def sum_of_reports(nothing: _Report, reports: Iterable[_Report]) -> _Report:
-    """Return one report with the sums of bytes and requests, and the longest time, because engines
-    of a fleet work in parallel. Returns `nothing` if there are no reports."""
+    """Return one report for a fleet: sums of bytes and requests, and the maximum of `seconds`.
+    Returns `nothing` if there are no reports."""
     first, *others = list(reports) or [nothing]
     totals = {f.name: getattr(first, f.name) for f in fields(first)}
     for report in others:
@@ -229,11 +241,9 @@ def _added(name: str, total: Any, value: Any) -> Any:
 def stats_of_fleet(
     engines: Mapping[int, EngineStats], state: EngineState, weights_version: int
 ) -> EngineStats:
-    """Return one EngineStats for a fleet. `engines`: the counters of each engine by its rank.
-
-    They are added, or the smallest is taken of the fields in LEAST_OF_FLEET. `state` and
-    `weights_version` are the fleet's own.
-    """
+    """Return one EngineStats for a fleet from each engine's counters, which `engines` has by rank.
+    Fields in LEAST_OF_FLEET are the minimum over the engines; other numbers are sums. `state` and
+    `weights_version` are the fleet's."""
     numbered = stats_by_engine(engines).values()
     values: dict[str, Any] = {
         "state": state,
@@ -250,7 +260,8 @@ def stats_of_fleet(
 
 
 def stats_by_engine(engines: Mapping[int, EngineStats]) -> dict[int, EngineStats]:
-    """Return the engines' counters in the order of ranks. Each RankUse gets its engine's number."""
+    """Return the engines' counters in the order of ranks. Each RankUse gets the number of its
+    engine."""
     return {
         rank: replace(stats, ranks=tuple(replace(use, engine=rank) for use in stats.ranks))
         for rank, stats in sorted(engines.items())

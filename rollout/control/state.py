@@ -1,8 +1,9 @@
-"""The states of an engine and of a fleet, and the states in which each command is legal.
+"""The states of an engine or a fleet, and the states in which each command is legal.
 
-A StateMachine keeps one state. `Engine`, the coordinator's `Fleet` and the fakes of
-`rollout.testing` own one each, and change their state through it alone. `rollout.control.commands`
-names the transitions; the APIs, the server and trainers read `EngineState`.
+A StateMachine holds one state. `rollout.engine.engine`, `rollout.coordinator.core.fleet` and the
+fakes in `rollout.testing` each own a StateMachine. `rollout.control.commands` names the
+transitions. The APIs, `rollout.serve`, `rollout.tensor_parallel.follower` and `trainer_hooks` read
+`EngineState`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """State of an engine. All but the first four are visible only while a command runs."""
+    """State of an engine. PAUSING, UNPAUSING, SUSPENDING, RESUMING and STOPPING are transient: they
+    are visible only while a command runs."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -37,9 +39,11 @@ class EngineState(Enum):
 class Transition:
     """The states in which a command is legal, and the states that it leads to.
 
-    name: the command's name in error messages. sources: the states from which it changes the state,
-    or in which it is legal if it changes none. transient: the state while it runs. target: the
-    state afterwards, in which the command is also legal; None if it does not change the state.
+    name: name of the command in error messages.
+    sources: the states in which the command is legal, besides `target`.
+    transient: the state while the command runs; None if the state does not change meanwhile.
+    target: the state after the command, in which the command is legal and does nothing; None if the
+        command does not change the state.
     """
 
     name: str
@@ -48,12 +52,11 @@ class Transition:
     target: EngineState | None = None
 
     def is_legal_in(self, state: EngineState) -> bool:
-        """Return whether the command may run in `state`."""
         return state in self.sources or state is self.target
 
 
 _S = EngineState
-QUIET = (_S.PAUSED, _S.SUSPENDED)  # no step runs, and the engine can go on later
+QUIET = (_S.PAUSED, _S.SUSPENDED)  # no step runs, and the engine can run again
 _ANY = tuple(EngineState)
 PAUSE = Transition("pause", (_S.RUNNING,), _S.PAUSING, _S.PAUSED)
 UNPAUSE = Transition("unpause", (_S.PAUSED,), _S.UNPAUSING, _S.RUNNING)
@@ -84,15 +87,13 @@ class StateMachine:
     def __init__(
         self, state: EngineState = EngineState.RUNNING, subject: str = "the engine"
     ) -> None:
-        """Start in `state`. `subject`: name of the state's owner in error messages."""
+        """`subject` names the owner of the state in error messages."""
         self.state = state
         self._subject = subject
 
     def require(self, *states: EngineState, to: str, why: str = "") -> None:
-        """Raise EngineStateError, "cannot {to} while ...", unless the state is one of `states`.
-
-        `why`: the reason in the message; by default that the state must be one of `states`.
-        """
+        """Raise EngineStateError("cannot {to} while ...") unless the state is one of `states`.
+        `why` replaces the reason in the message, which by default names the wanted states."""
         if self.state not in states:
             wanted = " or ".join(state.name for state in states)
             reason = why or f"{self._subject} must be {wanted}"
@@ -102,29 +103,28 @@ class StateMachine:
             )
 
     def require_legal(self, transition: Transition) -> None:
-        """Raise EngineStateError, with the state and the legal commands, unless the command is
-        legal."""
+        """Raise EngineStateError unless the command of `transition` is legal in the current
+        state."""
         if self.state is not transition.target:
             self.require(*transition.sources, to=transition.name)
 
     def require_update(self, *, in_flight: bool) -> None:
-        """Raise EngineStateError unless weights may be updated now. `in_flight` allows RUNNING,
-        too."""
+        """Raise EngineStateError unless weights may be updated now. `in_flight` also allows
+        RUNNING."""
         if not (in_flight and self.state in UPDATE_IN_FLIGHT.sources):
             self.require(*UPDATE_WEIGHTS.sources, to="update weights")
 
     def enter(self, transition: Transition) -> None:
-        """Change to the target state, if there is one, of a command that has done its work."""
+        """Change to the target state of a command that has run. Does nothing if the command has no
+        target."""
         if transition.target is not None:
             self.state = transition.target
 
     @contextmanager
     def command(self, transition: Transition) -> Iterator[bool]:
-        """Change the state around the work of a command: `with machine.command(...) as must_run`.
-
-        Yields False, and changes nothing, if the state is the command's target already. Raises
-        EngineStateError if the command is illegal. If the block raises, restores the former state.
-        """
+        """Change the state around the block that does a command's work. Yields False, and changes
+        nothing, if the state is already the command's target; else True. Raises EngineStateError if
+        the command is illegal. If the block raises, the former state is restored."""
         before = self.state
         if before is transition.target:
             yield False

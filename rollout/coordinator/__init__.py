@@ -1,1 +1,1 @@
-"""The fleet: its messages, its clients, its coordinator, and the agents of its engines."""
+"""The fleet's coordinator, its clients, the agents of its engines, and their messages."""

@@ -1,6 +1,7 @@
-"""`python -m rollout.coordinator --child`: a coordinator as the child process of an AsyncLLM.
+"""`python -m rollout.coordinator --child`: runs a coordinator as the child process of an AsyncLLM.
 
-Started by `rollout.apis.fleet_processes`. From a shell, run `rollout coordinator` instead.
+Started by `rollout.apis.fleet_processes`. People start a coordinator with `rollout coordinator`. It
+opens the coordinator's socket, and reads its arguments from the parent's pipe.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""DataParallelInferenceCoordinator: the process between clients and engines. It gives
-CoordinatorCore a socket and a clock.
+"""The coordinator process: receives frames from clients and engines, and sends the answers.
 
-Used by `rollout.coordinator.__main__`, as the child of an AsyncLLM, by the command `rollout
-coordinator`, and by users. It owns the ROUTER socket and writes the schedule file, if any.
+Used by `rollout.coordinator.__main__` (the child of an AsyncLLM), `rollout.cli.coordinator`,
+`benchmarks.coordinator_fleet` and users. It owns the ROUTER socket, and writes the file
+`schedule_output_path` if one is given.
 """
 
 from __future__ import annotations
@@ -52,20 +52,14 @@ _PARENT_CHECK_S = 1.0
 
 
 class Event(Protocol):
-    """The part of multiprocessing.Event and threading.Event that `entrypoint` needs."""
+    """The method of multiprocessing.Event and threading.Event that `entrypoint` calls."""
 
     def set(self) -> None: ...
 
 
 class DataParallelInferenceCoordinator:
-    """Serves clients and engines from `start` to `stop`, a Shutdown, or the end of its parent.
-
-    block_size_tokens: the size of the blocks by which prompts are routed if
-    `enable_prefix_caching`. host: a name or an address; 0.0.0.0 for all interfaces; None for a
-    socket in a directory that only this user can enter. advertise_host: the host that peers connect
-    to if it is not `host`. curve: the coordinator's keys; without keys a host that other machines
-    can reach is refused, unless `insecure`. max_frame_bytes: the longest frame to send or accept.
-    """
+    """Passes requests and commands from clients to engines, and replies back. It serves from
+    `start` until `stop`, a Shutdown command, or the end of its parent process."""
 
     def __init__(
         self,
@@ -89,14 +83,25 @@ class DataParallelInferenceCoordinator:
         limits: CoordinatorLimits | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
-        """Bind, and send the address through the pipe. Engines and clients may connect at any time.
+        """Bind the socket, and send its address through `pipe_connection` if one is given.
 
-        data_parallel_size: how many engines are expected; in `deterministic_mode` none gets work
-        before all have registered, and ranks follow the order of their ids. tokenizer: not used,
-        since clients tokenize. schedule_output_path: where ScheduleRecorder writes the routing
-        decisions. policy_options: keyword arguments of the policy. Raises ConfigError for a wrong
-        argument, and for an address that cannot be bound or would be unsafe.
-        """
+        Engines and clients may connect from now on.
+        data_parallel_size: expected number of engines.
+        tokenizer: not used, since clients tokenize.
+        deterministic_mode: no engine gets work before all have registered, and ranks follow the
+            order of the engines' ids.
+        block_size_tokens: size of the blocks by which prompts are routed if
+            `enable_prefix_caching`.
+        schedule_output_path: file to which ScheduleRecorder writes the routing decisions.
+        policy_options: keyword arguments of the routing policy.
+        host: host name or IP address; "0.0.0.0" for all interfaces; None for a Unix socket in a
+            directory that only this user can enter.
+        advertise_host: host to which peers connect, if it differs from `host`.
+        curve: the coordinator's CURVE keys.
+        insecure: allow a host that other machines can reach without `curve`.
+        max_frame_bytes: longest frame to send or accept.
+        Raises ConfigError for a wrong argument, an unsafe address, and an address that cannot be
+        bound."""
         if data_parallel_size < 1:
             raise ConfigError(f"data_parallel_size={data_parallel_size} must be at least 1")
         self.data_parallel_size = data_parallel_size
@@ -156,11 +161,9 @@ class DataParallelInferenceCoordinator:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Run a coordinator in this process, with the arguments of the constructor.
-
-        Sets `ready_event` once it listens. SIGTERM ends it. It ignores Ctrl-C, which its parent
-        handles.
-        """
+        """Run a coordinator in this process until it ends. The constructor gets the arguments after
+        `ready_event`. `ready_event` is set once the coordinator listens. SIGTERM ends the
+        coordinator. SIGINT is ignored, because the parent handles Ctrl-C."""
         parent_pid = os.getppid()
         coordinator = cls(pipe_connection, data_parallel_size, tokenizer, *args, **kwargs)
         coordinator._parent_pid = parent_pid
@@ -170,8 +173,9 @@ class DataParallelInferenceCoordinator:
         coordinator.start()
 
     def start(self) -> None:
-        """Serve until `stop`, a Shutdown or the end of the parent; then disconnect all peers and
-        release everything. A second call does nothing. Raises what made the coordinator fail."""
+        """Serve until `stop`, a Shutdown command, or the end of the parent process. Then disconnect
+        all peers, close the socket, and write the schedule file if there is one. A second call does
+        nothing. Raises the exception that made the coordinator fail."""
         if self._has_ended:
             return
         self._is_serving, self._awake_at = True, time.monotonic()
@@ -197,8 +201,8 @@ class DataParallelInferenceCoordinator:
             self._end(self._stop_reason or "the coordinator was shut down")
 
     def stop(self, reason: str = "the coordinator was stopped") -> None:
-        """Make `start` return soon, or release everything if it never ran. Any thread and any
-        signal handler may call it. A second call does nothing."""
+        """Make `start` return soon. If `start` was never called, close the socket now. Any thread
+        and any signal handler may call it. A second call does nothing."""
         self._stop_reason = self._stop_reason or reason
         if self._is_serving:
             self._waker.wake()
@@ -208,7 +212,7 @@ class DataParallelInferenceCoordinator:
     # ---- the loop
 
     def _wait(self, poller: zmq.Poller) -> dict[Any, int]:
-        """Wait until a descriptor is ready or a timer is due. Returns what is ready."""
+        """Wait until a descriptor is ready or a timer is due. Returns the ready descriptors."""
         deadline = self._core.next_deadline()
         wait_s = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
         if self._parent_pid is not None:
@@ -219,8 +223,9 @@ class DataParallelInferenceCoordinator:
         return ready
 
     def _now(self, planned_s: float = 0.0) -> float:
-        """Return the monotonic time in seconds. Extends all leases if this process was stopped
-        since the last call. `planned_s`: seconds since then that it meant to wait."""
+        """Return the monotonic time in seconds. If this process was stopped since the last call,
+        all leases are extended. `planned_s` is how long this process meant to wait since the last
+        call."""
         now = time.monotonic()
         asleep_s, self._awake_at = now - self._awake_at, now
         if asleep_s - planned_s > _STANDSTILL_S:
@@ -232,7 +237,7 @@ class DataParallelInferenceCoordinator:
         return self._parent_pid is not None and os.getppid() != self._parent_pid
 
     def _run_once(self) -> None:
-        """Handle the frames that have arrived and the timers that are due. Send the results."""
+        """Handle arrived frames and due timers, and send the resulting messages."""
         self._router.flush()
         self._receive()
         self._send(self._core.tick(self._now()))
@@ -245,7 +250,6 @@ class DataParallelInferenceCoordinator:
                 self._send(self._core.undelivered(identity, message, None, now))
 
     def _receive(self) -> None:
-        """Handle frames that have arrived, and send the answers."""
         outgoing: Outgoing = []
         for identity, frame in self._router.receive(_BATCH):
             # A new time for each frame: a lease at its sender began no later than now.
@@ -256,11 +260,11 @@ class DataParallelInferenceCoordinator:
         self._send(outgoing)
 
     def _send(self, outgoing: Outgoing) -> None:
-        """Send each peer its messages, small ones together. A message to several peers is encoded
-        once. Messages that no frame can carry go back to the core at once, which may return others
-        instead. Messages whose peer cannot be reached are kept for the end of `_run_once`."""
+        """Send each peer its messages, several small messages in one frame. A message that no frame
+        can carry goes back to the core, and the core's answer is sent instead. Messages for an
+        unreachable peer are kept until the end of `_run_once`."""
         while outgoing:
-            encoded: dict[int, bytes | ProtocolError] = {}  # by the message's identity
+            encoded: dict[int, bytes | ProtocolError] = {}  # by id(message)
             by_peer: dict[bytes, list[Message]] = {}
             for identity, message in outgoing:
                 by_peer.setdefault(identity, []).append(message)
@@ -281,9 +285,9 @@ class DataParallelInferenceCoordinator:
         messages: Sequence[Message],
         encoded: dict[int, bytes | ProtocolError],
     ) -> list[tuple[Message, ProtocolError | None]]:
-        """Send one peer its messages. Returns the messages that could not be sent, each with the
-        fault if no frame can carry it, and with None if the peer cannot be reached. `encoded`: the
-        frames or faults of messages by id(message); new ones are added."""
+        """Send one peer its messages, and return the messages that could not be sent. A message
+        that no frame can carry is returned with its fault. A message to an unreachable peer is
+        returned with None. `encoded` caches frames and faults by id(message)."""
         failed: list[tuple[Message, ProtocolError | None]] = []
         sendable, frames = [], []
         for message in messages:
@@ -321,8 +325,8 @@ class DataParallelInferenceCoordinator:
 
 
 def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: bool) -> int | None:
-    """Return the block size to route by, or None to ignore prefixes. Raises ConfigError if prefix
-    caching is enabled without a block size."""
+    """Return the block size by which prompts are routed, or None to ignore prefixes. Raises
+    ConfigError if prefix caching is enabled without a block size."""
     if not enable_prefix_caching:
         return None
     if block_size_tokens is None or block_size_tokens < 1:
@@ -336,8 +340,6 @@ def _routed_block_size(block_size_tokens: int | None, enable_prefix_caching: boo
 def _recorder(
     path: str | None, policy: PolicySource, data_parallel_size: int
 ) -> ScheduleRecorder | None:
-    """Return the recorder of routing decisions, or None without a path. Raises ConfigError if the
-    file cannot be written."""
     if path is None:
         return None
     name = getattr(policy, "value", policy)
@@ -347,6 +349,6 @@ def _recorder(
 
 
 def _counted(counters: Counters | Refusals) -> str:
-    """Return the counters that are not 0 as text that continues a line; "" if all are 0."""
+    """Return the counters that are not 0 as the end of a log line, or "" if all are 0."""
     shown = ", ".join(f"{name}={count}" for name, count in asdict(counters).items() if count)
     return f"; {type(counters).__name__.lower()}: {shown}" if shown else ""

@@ -1,1 +1,1 @@
-"""The engine of one process: requests go in, the scheduler plans steps, the executor runs them."""
+"""The engine of one process: it accepts requests, plans steps and runs them on the model."""

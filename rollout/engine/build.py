@@ -1,7 +1,7 @@
-"""DynamicInferenceEngine.from_model: makes the parts of an engine and connects them.
+"""DynamicInferenceEngine: creates the parts of an engine and connects them.
 
-Used by people who step an engine by hand, `rollout.apis.llm`, `rollout.apis.in_process`,
-`rollout.apis.spmd` and `rollout.apis.engine_process`. `rollout.cli.explain` reads EngineBuild.
+Used by programs that step an engine by hand, such as benchmarks, and by `rollout.apis.engines`,
+`rollout.apis.spmd` and `rollout.cli.explain`. `rollout.cli.engine_facts` reads EngineBuild.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rollout.worker.worker import Worker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuild:
-    """The parts and sizes of an engine, for reading."""
+    """The parts and sizes of an engine, for inspection."""
 
     config: InferenceConfig
     backend: Backend
@@ -59,7 +59,7 @@ class EngineBuild:
 
 
 class DynamicInferenceEngine(Engine):
-    """The engine that users make, by `from_model`. `build` has its parts and sizes."""
+    """The engine that users create with `from_model`. `build` holds its parts and sizes."""
 
     build: EngineBuild
 
@@ -71,10 +71,12 @@ class DynamicInferenceEngine(Engine):
         tokenizer: Tokenizer | None = None,
         weights_version: int = 0,
     ) -> DynamicInferenceEngine:
-        """Return an engine in RUNNING. `model` is a Hugging Face directory, a transformers model or
-        a rollout.models.CausalLM, which then belongs to the engine.
+        """Return a new engine in state RUNNING.
 
-        Raises ConfigError for a config that this device or model does not support, or that names a
+        `model` is a Hugging Face directory, a transformers model or a rollout.models.CausalLM. The
+        engine uses a CausalLM itself, without a copy.
+
+        Raises ConfigError for a config that this device or model does not support, and for a
         `pg_collection` of several ranks. Raises ModelError for a model that cannot be built.
         """
         _check_version(weights_version)
@@ -108,8 +110,8 @@ class DynamicInferenceEngine(Engine):
         tokenizer: Tokenizer | None,
         weights_version: int,
     ) -> tuple[DynamicInferenceEngine, SpmdExecutor]:
-        """Return the engine of rank 0 of `pg_collection.tp`, and its executor, which begins and
-        ends calls on the other ranks. Raises the errors of `join_as_lead`."""
+        """Return the engine of rank 0 of `pg_collection.tp`, and its executor. The executor begins
+        and ends calls on the other ranks. Raises the errors of `join_as_lead`."""
         _check_version(weights_version)
         loaded, sizes, executor = join_as_lead(model, inference_config, weights_version)
         return cls._made_of(loaded, sizes, executor, inference_config, tokenizer), executor
@@ -184,8 +186,8 @@ def follower_of(
 def _executor_of(
     model: str | Path | nn.Module | Any, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, WorkerExecutor]:
-    """Load the model on `tensor_parallel_size` ranks. Returns the model of rank 0, the engine's
-    sizes and the executor of all ranks."""
+    """Load the model on `tensor_parallel_size` ranks. Returns the model of rank 0, the sizes of the
+    engine and the executor of all ranks."""
     if config.tensor_parallel_size > 1:
         return start_group(model, config, weights_version)
     loaded = load_model(model, config, weights_version)

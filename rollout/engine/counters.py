@@ -1,8 +1,8 @@
-"""EngineCounters: totals of an engine since its start, as EngineStats and as metrics.
+"""EngineCounters: an engine's totals since its start, and the metrics that it writes.
 
-Step pipelines count steps, OutputProcessor counts tokens and ended requests, Engine counts
-suspends, resumes and weight updates. `rollout.engine.build` creates it; `rollout.serve.metrics`
-reads the constants. Everything is kept in memory.
+`rollout.engine.build` and `rollout_vllm.engine` create it. Step pipelines count steps,
+OutputProcessor counts tokens and ended requests, and Engine counts suspends, resumes and weight
+updates. `rollout.serve.metrics` reads the constants. EngineCounters calls the user's MetricsWriter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(slots=True)
 class LatencyCounts:
-    """Number of latencies in each bucket of LATENCY_BOUNDS_S, and the sum of all in seconds. The
-    last bucket counts latencies above the largest bound."""
+    """Number of latencies in each bucket of LATENCY_BOUNDS_S, and the sum of all latencies in
+    seconds. One further bucket at the end counts latencies above the largest bound."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
     seconds: float = 0.0
@@ -48,11 +48,11 @@ class LatencyCounts:
 class RequestTotals:
     """Totals of tokens, ends and latencies of requests. Only OutputProcessor writes them.
 
-    num_begun_prompt_tokens: prompt tokens of the requests that got their first token here.
+    num_begun_prompt_tokens: prompt tokens of the requests whose first token this engine sampled.
     finish_reasons: number of ended requests by FINISH_REASONS.
     first_token: seconds from a request's entry to its first token.
     token: seconds between two tokens of a request.
-    request: seconds from the entry to the end of a request that was neither aborted nor failed.
+    request: seconds from entry to end, of requests that ended with "stop" or "length".
     """
 
     num_generated_tokens: int = 0
@@ -63,7 +63,7 @@ class RequestTotals:
     request: LatencyCounts = field(default_factory=LatencyCounts)
 
     def add_first_token(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Count the first token of a request, which came `seconds` after its entry."""
+        """Count the first token of a request, sampled `seconds` after the request's entry."""
         self.num_begun_prompt_tokens += num_prompt_tokens
         self.first_token.add(seconds)
 
@@ -103,8 +103,6 @@ class StepTotals:
 
 @dataclass(slots=True)
 class _OtherTotals:
-    """Totals of ended requests and of suspends, resumes and updates since the start."""
-
     num_finished: int = 0
     num_failed: int = 0
     num_prompt_tokens: int = 0
@@ -121,23 +119,22 @@ class _OtherTotals:
 
 
 class StepTimes:
-    """Time of the longest step of each size, for an upper bound of later steps.
-
-    Step sizes are rounded down to powers of two. A step of twice the tokens takes at most twice as
-    long: work per token doubles, and work per step, such as reading the weights, does not.
-    """
+    """Duration of the longest step of each size, which bounds the duration of later steps. Step
+    sizes are rounded down to powers of two. The bound assumes that a step with twice the tokens
+    takes at most twice as long."""
 
     def __init__(self) -> None:
         self._slowest_s: dict[int, float] = {}  # by the largest power of two <= tokens of the step
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a step of at least one token."""
+        """Record the duration of a step of at least one token."""
         size = 1 << (num_tokens.bit_length() - 1)
         if seconds > self._slowest_s.get(size, 0.0):
             self._slowest_s[size] = seconds
 
     def longest_s(self, max_tokens: int) -> float:
-        """Return an upper bound, in seconds, for a step of `max_tokens`; 0 if none was measured."""
+        """Return an upper bound for a step of `max_tokens`, in seconds; 0 if no step was
+        recorded."""
         bounds = (
             seconds * -(-max_tokens // size) for size, seconds in list(self._slowest_s.items())
         )
@@ -147,9 +144,9 @@ class StepTimes:
 class EngineCounters:
     """Totals of an engine, and the metrics that it writes.
 
-    `writer` receives the numbers of every report, and the metrics of every `interval`-th step; none
-    of steps if `interval` is 0. An exception of the writer is logged, and the engine goes on.
-    Step pipelines change `steps` and `step_times`, OutputProcessor changes `requests`.
+    `writer` receives the numbers of every report, and the metrics of every `interval`-th step. If
+    `interval` is 0, it receives no step metrics. An exception of the writer is logged and ignored.
+    Step pipelines change `steps` and `step_times`. OutputProcessor changes `requests`.
     """
 
     def __init__(self, *, writer: MetricsWriter | None, interval: int) -> None:
@@ -169,8 +166,8 @@ class EngineCounters:
         weights_version: int,
         counts: Callable[[], SchedulerCounts],
     ) -> None:
-        """Count a step, and write its metrics if it is an `interval`-th one. `counts`: returns the
-        scheduler's counts after the step."""
+        """Count a step, and write its metrics if its number is a multiple of `interval`. `counts`
+        is called for the scheduler's counts after the step, only if metrics are written."""
         totals = self.steps
         totals.num_steps += 1
         totals.num_prefill_tokens += num_prefill_tokens
@@ -192,7 +189,7 @@ class EngineCounters:
             self._write(stats.as_metrics())
 
     def add_ended(self, record: DynamicInferenceRequestRecord) -> None:
-        """Count an ended request, whose record is returned to the caller."""
+        """Count an ended request by its record."""
         last, totals, num_prompt = record.current, self._others, len(record[0].prompt_tokens)
         totals.num_failed += last.failed()
         totals.num_finished += not last.failed()
@@ -237,7 +234,7 @@ class EngineCounters:
         ranks: tuple[RankUse, ...],
         routing_bytes: int,
     ) -> EngineStats:
-        """Return the totals together with the engine's current state."""
+        """Return the totals together with the given current values."""
         others: dict[str, Any] = asdict(self._others)
         for name in STALENESS:
             others[name] = tuple(others[name])
@@ -268,8 +265,8 @@ class EngineCounters:
 
 
 def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) -> None:
-    """Count the positions of `spans` from `start` on by their age at `version`. The last of
-    `counts` has all greater ages. O(runs)."""
+    """Count the positions of `spans` from `start` on by their age at `version`. The last entry of
+    `counts` also counts all greater ages. O(runs)."""
     for run_start, end, made_under in spans:
         if end > start:
             age = min(version - made_under, len(counts) - 1)
@@ -279,8 +276,8 @@ def _add_ages(counts: list[int], spans: VersionSpans, version: int, start: int) 
 def _numbers(
     report: SuspendReport | ResumeReport | WeightUpdateReport,
 ) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) of each field of the report. A number of one resource is named
-    `field/resource`; texts are left out."""
+    """Yield (name, number) for each field of the report that is not a text. A field with one number
+    per resource yields names like "released_by_owner/weights"."""
     for entry in fields(report):
         value = getattr(report, entry.name)
         if isinstance(value, Mapping):

@@ -1,8 +1,9 @@
 """Engine: requests, steps, suspend and resume, weight updates.
 
-It is synchronous, without sockets and threads. One thread at a time calls it: people who step it by
-hand, LLM and ThreadedLLM (through `rollout.apis.in_process`), and `rollout.coordinator.agent` in an
-engine process. `rollout.engine.build` makes it.
+It is synchronous, without sockets and threads; one thread at a time calls it. Used by people who
+step an engine by hand, `rollout.apis.in_process`, which LLM and ThreadedLLM call, and
+`rollout.coordinator.agent` in an engine process. `rollout.engine.build` and `rollout_vllm.engine`
+derive their engines from it.
 """
 
 from __future__ import annotations
@@ -60,11 +61,10 @@ _CHECKSUMS_PER_PAGE = 2048  # fits a message between processes, also with the lo
 
 
 class Engine(ControlledEngine):
-    """Connects the parts of an engine, and is the only writer of its state.
+    """Connects the parts of an engine. It is the only writer of the engine's state.
 
-    A request goes from `inputs` to the scheduler, and its record to `outputs`. `step` or
-    `abort_request` returns the record of a finished, failed or aborted request once. Scheduler,
-    pipeline, executor and suspension are Protocols of rollout.engine.protocols. A Command of
+    A request goes through `inputs` to the scheduler, and its record to `outputs`. `step` or
+    `abort_request` returns the record of a finished, failed or aborted request once. A Command of
     rollout.control.commands calls the methods that ControlledEngine declares.
 
     weight_fetchers: the engine's own functions to fetch weights, by the `kind` of the source.
@@ -101,11 +101,9 @@ class Engine(ControlledEngine):
         request_id: int | None = None,
         priority: int = 0,
     ) -> int:
-        """Queue one request and return its id. A string prompt needs a tokenizer.
-
-        Raises InvalidRequestError for a malformed request. A request that can never run here is
-        returned FAILED by the next step. Raises EngineStateError once stopped.
-        """
+        """Queue one request and return its id. A text prompt needs a tokenizer. A request that can
+        never run here is returned FAILED by the next step. Raises InvalidRequestError for a
+        malformed request, and EngineStateError after `shutdown`."""
         ids = None if request_id is None else [request_id]
         return self.add_group(prompt_tokens, [sampling_params], ids, priority)[0]
 
@@ -116,7 +114,7 @@ class Engine(ControlledEngine):
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[int]:
-        """Queue several samples of one prompt, which is prefilled once. Returns their ids."""
+        """Queue several samples of one prompt, which is prefilled once. Returns the request ids."""
         return self.add_groups([(prompt_tokens, list_of_sampling_params)], request_ids, priority)[0]
 
     def add_groups(
@@ -125,11 +123,9 @@ class Engine(ControlledEngine):
         request_ids: Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[list[int]]:
-        """Queue groups of (prompt, parameters of each sample), all or none. Returns their ids.
-
-        `request_ids`: an id for each sample, group after group; None chooses them. Raises the
-        errors of `add_request`.
-        """
+        """Queue groups of (prompt, parameters of each sample), all or none. Returns their request
+        ids. `request_ids` has an id for each sample, group after group; None chooses free ids.
+        Raises the errors of `add_request`."""
         self._require_not_stopped()
         processed = self._inputs.process_groups(
             groups, request_ids, priority, self.weights_version, in_use=self._outputs
@@ -138,10 +134,11 @@ class Engine(ControlledEngine):
             return [[self._queue(request) for request in group] for group in processed]
 
     def add_record(self, record: DynamicInferenceRequestRecord) -> int:
-        """Continue a request that another engine began, from the tokens it has. Returns its id.
+        """Continue a request that another engine began, from the tokens it has. Returns its request
+        id.
 
-        Its tokens are prefilled again. Tokens, log-probs and policy versions are kept, and the next
-        tokens are the ones that the other engine would have sampled. The record belongs to this
+        The tokens so far are prefilled again. They keep their log-probs and policy versions. The
+        next tokens are those that the other engine would have sampled. The record belongs to this
         engine afterwards. Raises InvalidRequestError for a record that has ended or does not fit,
         and for an id in use.
         """
@@ -181,8 +178,9 @@ class Engine(ControlledEngine):
     def abort_request(self, request_id: int) -> DynamicInferenceRequestRecord:
         """End a request now, in any state of the engine. Returns its record with the tokens so far.
 
-        A request that has ended already keeps its end. Its blocks are freed, on the device and on
-        the host. Raises EngineStateError for a request that is not in the engine.
+        The request's KV blocks are freed on the device and on the host. A request that has already
+        ended is returned as it ended. Raises EngineStateError for a request that is not in the
+        engine.
         """
         has_ended = self._outputs.has_ended(request_id)
         with self._guard.change("abort_request"):
@@ -195,10 +193,8 @@ class Engine(ControlledEngine):
         return self._take_ended([request_id])[0]
 
     def get_record(self, request_id: int) -> DynamicInferenceRequestRecord:
-        """Return a copy of a request's record with the tokens so far. The request goes on.
-
-        Raises EngineStateError for an unknown id, and after the record itself was returned.
-        """
+        """Return a copy of a request's record with the tokens so far. The request continues. Raises
+        EngineStateError for an unknown id, and after the record itself was returned."""
         has_ended = self._outputs.has_ended(request_id)
         if has_ended:
             return self._outputs.copy_of(request_id, None, self.weights_version)
@@ -207,20 +203,18 @@ class Engine(ControlledEngine):
         return self._outputs.copy_of(request_id, kv_spans, self.weights_version, routing)
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
-        """Return the tokens that running requests have generated from an offset on.
-
-        `wanted` has (request id, offset) pairs. The cost depends on the number of new tokens alone.
-        Requests without new tokens, ended and unknown requests are left out: the tokens of an ended
-        request come with its record.
-        """
+        """Return the tokens that running requests have generated, from an offset on. `wanted` has
+        (request id, offset) pairs. Requests without new tokens, unknown requests and ended requests
+        are left out. The cost depends only on the number of new tokens."""
         return self._outputs.new_tokens(wanted)
 
     def request_ids(self) -> list[int]:
-        """Return the ids of requests whose records were not returned yet, unfinished first."""
+        """Return the ids of requests whose records were not returned yet, unfinished requests
+        first."""
         return self._outputs.request_ids()
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether a request has not ended, or its record was not returned yet."""
+        """Return whether any request has not ended, or has a record that was not returned yet."""
         return len(self._outputs) > 0
 
     @property
@@ -229,8 +223,9 @@ class Engine(ControlledEngine):
         return self._guard.is_broken
 
     def suspects(self) -> list[int]:
-        """Return the ids of requests whose step failed and that no later step has cleared, else of
-        all running requests. The agent reports them when the engine fails."""
+        """Return the ids of requests whose step failed and that no later step has cleared. Returns
+        the ids of all running requests if there are no such requests. An engine process reports
+        these ids if the engine fails."""
         return self._pipeline.suspects() or self._scheduler.running_ids()
 
     def _take_ended(self, request_ids: Sequence[int]) -> list[DynamicInferenceRequestRecord]:
@@ -248,15 +243,17 @@ class Engine(ControlledEngine):
     # ---- one step
 
     def step(self) -> list[DynamicInferenceRequestRecord]:
-        """Run one forward pass. Returns the records that it finished, [] when idle.
+        """Run one forward pass. Returns the records of requests that ended; [] when idle.
 
-        If the pass fails, its requests go back to the queue with all their tokens and an
-        ERROR_TRANSIENT event. A request that fails again, and then alone, is FAILED. Raises
-        EngineStateError outside RUNNING or without weights, LockstepError if a rank has died, and
-        the error of a forward pass if a pass without requests fails as well. Records that could
-        not be returned because of an error are returned by the next step.
+        If the pass fails, its requests return to the queue with all their tokens and an
+        ERROR_TRANSIENT event. A request that fails again, and then alone, is returned FAILED.
+        Records that an error keeps from being returned are returned by the next step.
+
+        Raises EngineStateError outside RUNNING, or if the weights are discarded or partly updated.
+        Raises LockstepError if a rank has died. Raises the error of a forward pass if a pass
+        without requests fails as well.
         """
-        # Tested here, because two calls that nearly never raise would cost time in each step.
+        # Tested inline, because two calls that almost never raise cost time in each step.
         if self._machine.state is not EngineState.RUNNING:
             self._machine.require(EngineState.RUNNING, to="step")
         if not self._weights.has_values:
@@ -265,54 +262,50 @@ class Engine(ControlledEngine):
         return self._take_ended(self._outputs.ended_ids())
 
     def check_ranks(self) -> None:
-        """Raise LockstepError if a rank has died. The thread that steps calls it while idle."""
+        """Raise LockstepError if a rank has died. The thread that steps calls it while the engine
+        is idle."""
         self._executor.check_ranks()
 
     # ---- control calls
 
     def do(self, command: Command[R]) -> R:
-        """Run a command between two steps. Returns its result.
-
-        Raises EngineStateError, which lists the legal commands, if it is illegal now, and the
-        errors of the method that it calls.
-        """
+        """Run a command between two steps. Returns the result of the command. Raises the errors of
+        the method that the command calls. Raises EngineStateError, which lists the legal commands,
+        if the command is illegal in the current state."""
         self._machine.require_legal(command.transition)
         return command.run(self)
 
     @property
     def state(self) -> EngineState:
-        """The state. A transient state is visible only within a command."""
+        """The current state. Transient states such as SUSPENDING are visible only while a command
+        runs."""
         return self._machine.state
 
     def pause(self) -> None:
-        """Commit the steps in flight and change to PAUSED. Unfinished requests stay.
-
-        The first step after `unpause` returns the records of requests that those steps finished.
-        """
+        """Commit the steps in flight and change to PAUSED. Unfinished requests stay. The records of
+        requests that finish in these steps are returned by the first step after `unpause`."""
         with self._machine.command(PAUSE):
             self._pipeline.commit_all()
 
     def unpause(self) -> None:
-        """Change to RUNNING. Raises EngineStateError while the weights' values are missing."""
+        """Change to RUNNING. Raises EngineStateError while the weights are discarded or partly
+        updated."""
         with self._machine.command(UNPAUSE) as must_run:
             if must_run:
                 self._weights.require_values("unpause")
                 self._suspension.resume()  # a failed suspend may have released memory
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns their number, 0 on a CPU.
-
-        Legal in RUNNING and PAUSED.
-        """
+        """Capture the graphs of steps in advance. Returns the number of captured graphs, 0 on a
+        CPU. Legal in RUNNING and PAUSED."""
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="warm up")
         self._pipeline.commit_all()
         return self._executor.warm_up()
 
     def measure_step(self) -> None:
-        """Run and time a step of one token without any request, for `longest_step_s`.
-
-        Legal in RUNNING and PAUSED. Raises EngineStateError while the weights' values are missing.
-        """
+        """Run and time a step of one token without any request, for `longest_step_s`. Legal in
+        RUNNING and PAUSED. Raises EngineStateError while the weights are discarded or partly
+        updated."""
         self._machine.require(EngineState.RUNNING, EngineState.PAUSED, to="measure a step")
         self._weights.require_values("measure a step")
         self._pipeline.commit_all()
@@ -326,11 +319,13 @@ class Engine(ControlledEngine):
     ) -> SuspendReport:
         """Release the memory of the resources in `release`.
 
-        "kv_cache" is released under `mode` (None: the config's mode). "weights" are copied to the
-        host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED for a resource that
-        is not released yet; a released one is reported with zero bytes. Raises ConfigError for an
-        unknown resource or mode. After a failure the state is as before and no request has ended;
-        `resume`, `unpause` or a retry first restores what was released.
+        "kv_cache" is released under `mode`; None means the config's mode. "weights" are copied to
+        the host first, unless `discard_weights`. Legal in PAUSED, and in SUSPENDED to release a
+        further resource. A resource that is already released is reported with zero bytes.
+
+        Raises ConfigError for an unknown resource or mode. After any error the state is as before
+        and no request has ended. The next `resume`, `unpause` or `suspend` then first restores what
+        was released.
         """
         with (
             self._guard.change("suspend"),
@@ -347,9 +342,9 @@ class Engine(ControlledEngine):
     def resume(self, only: str | None = None) -> ResumeReport:
         """Restore memory and contents, and change to PAUSED.
 
-        `only`: the one resource to restore, "weights" or "kv_cache"; the engine stays SUSPENDED
-        until both are restored. In PAUSED it restores only what a failed suspend has released.
-        Raises ConfigError for an unknown resource.
+        `only` is the one resource to restore, "weights" or "kv_cache". The engine stays SUSPENDED
+        until both resources are restored. In PAUSED, `resume` restores what a failed suspend has
+        released. Raises ConfigError for an unknown resource.
         """
         with self._guard.change("resume"), self._guard.undoing():
             is_partial = not self._suspension.is_complete_with(only)
@@ -364,11 +359,9 @@ class Engine(ControlledEngine):
         return report
 
     def shutdown(self) -> None:
-        """Stop for good, from any state. May be called twice. Requests can still be aborted.
-
-        An error of a step in flight is logged. If releasing the memory fails, the engine is stopped
-        all the same; call `shutdown` again.
-        """
+        """Stop for good, from any state. It may be called twice. Requests can still be aborted. An
+        error of a step in flight is logged. If releasing the memory fails, the engine is stopped
+        nevertheless, and `shutdown` can be called again."""
         if self.state is EngineState.RUNNING:
             with self._machine.command(PAUSE):
                 try:
@@ -389,15 +382,13 @@ class Engine(ControlledEngine):
         return self._weights.version
 
     def weights_checksum(self) -> str:
-        """Return a checksum of all weights, equal for engines that serve equal weights."""
+        """Return a checksum of all weights, which is equal for engines that serve equal weights."""
         return self._executor.weights_checksum()
 
     def weight_checksums(self, start: int = 0) -> WeightChecksums:
         """Return the checksums of at most 2,048 weights, sorted by name, from index `start` on.
-
-        Equal values of one dtype have equal checksums, on every device and however they are
-        sharded. Raises EngineStateError while the weights are released or discarded.
-        """
+        Equal values of one dtype have equal checksums on every device and with every sharding.
+        Raises EngineStateError while the weights are released or discarded."""
         names = self._weights.names
         return WeightChecksums(
             checksums=self._executor.weight_checksums(names[start : start + _CHECKSUMS_PER_PAGE]),
@@ -406,11 +397,9 @@ class Engine(ControlledEngine):
         )
 
     def set_generation_epoch(self, version: int) -> None:
-        """Change the version of the served weights to `version`: a commit without tensors.
-
-        Legal in PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the
-        current one, and EngineStateError while the weights' values are missing.
-        """
+        """Change the version of the served weights to `version`, without new tensors. Legal in
+        PAUSED and SUSPENDED. Raises WeightUpdateError unless `version` is above the current
+        version. Raises EngineStateError while the weights are discarded or partly updated."""
         self._machine.require_legal(SET_GENERATION_EPOCH)
         with self._guard.change("set_generation_epoch"):
             with self._guard.undoing():
@@ -420,10 +409,9 @@ class Engine(ControlledEngine):
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or none: `stage_weights`, then `commit_weights`.
-
-        Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`. Raises the errors of both.
-        """
+        """Replace all weights in place, or none, with `stage_weights` and `commit_weights`. Legal
+        in PAUSED and SUSPENDED, and in RUNNING with `in_flight`. Raises the errors of these two
+        methods."""
         self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 
@@ -435,13 +423,14 @@ class Engine(ControlledEngine):
     ) -> StagedUpdate:
         """Verify and prepare an update. The served weights do not change.
 
-        Another thread may call it while steps run, but not while the weights' memory is released or
-        restored.
-        `named_tensors` is a module, with its persistent buffers, or a mapping or pairs of (Hugging
-        Face name, tensor); they must not change until the commit. Sharded tensors are gathered in
-        the order of their names: a collective. `check` is called before each tensor, and may raise
-        to end staging. `source_checksum`: the publisher's checksum, "" if unknown. Raises
-        WeightUpdateError naming the tensor at fault.
+        `named_tensors` is a module, including its persistent buffers, or a mapping or pairs of
+        (Hugging Face name, tensor). The tensors must not change until the commit. Sharded tensors
+        are gathered in the order of their names, which is a collective. `check` is called before
+        each tensor; its exception ends the staging. `source_checksum` is the publisher's checksum,
+        or "" if unknown.
+
+        Another thread may call it while steps run, but not while the weights' memory is being
+        released or restored. Raises WeightUpdateError, which names the tensor at fault.
         """
         staged: StagedUpdate = self._executor.stage_weights(named_tensors, check, source_checksum)
         return staged
@@ -451,9 +440,9 @@ class Engine(ControlledEngine):
     ) -> WeightUpdateReport:
         """Commit the steps in flight, copy a staged update in place, and serve it as `version`.
 
-        `version` None means the current one + 1. Raises EngineStateError if an update is illegal
-        now. Raises WeightUpdateError if `version` is not above the current one or copying fails;
-        then the old weights and the old version are served.
+        `version` None means the current version + 1. Raises EngineStateError if an update is
+        illegal now. Raises WeightUpdateError if `version` is not above the current version, or if
+        copying fails. After an error the old weights are served, unless restoring them failed too.
         """
         self.check_update(version, in_flight)
         self._pipeline.commit_all()
@@ -477,10 +466,8 @@ class Engine(ControlledEngine):
 
     def _stall_start(self, staged: StagedUpdate) -> float:
         """Return the time at which requests began to wait for this update, by time.perf_counter.
-
-        It is the end of the last step, or the start of staging if no step has run since, or now if
-        no request could run.
-        """
+        The time is the end of the last step, or the start of staging if that was later. It is the
+        current time if no request could run."""
         if self.state is not EngineState.RUNNING or not self.has_unfinished_requests():
             return time.perf_counter()
         return max(self._pipeline.last_result_at, staged.started_at)
@@ -492,7 +479,7 @@ class Engine(ControlledEngine):
         next_version(self.weights_version, version)
 
     def _after_new_version(self) -> None:
-        """Hide cached prefixes that are too old, and queue requests with too old KV again."""
+        """Hide cached prefixes that are too old, and queue requests again whose KV is too old."""
         self._scheduler.kv_cache_manager.begin_weights_version()
         if self._max_kv_staleness_versions is None:
             return
@@ -505,18 +492,22 @@ class Engine(ControlledEngine):
     # ---- reports
 
     def check_integrity(self, *, may_be_in_flight: bool = False) -> None:
-        """Verify the invariants that hold between two calls. Changes nothing. O(requests + blocks).
+        """Raise IntegrityError, listing all violations, if an invariant between two calls does not
+        hold.
 
-        The user count of every block is the number of block tables that name it, and every block is
-        free, cached or in use. Every request waits or has a row of its own. Its blocks cover its
-        computed tokens. Every position of its KV and every generated token has a version. Unless
-        `may_be_in_flight`, no step is in flight. No memory is released while steps may run.
-        Raises IntegrityError, which lists all violations.
+        The checks change nothing and take O(requests + blocks) time:
+
+        - The user count of a block is the number of block tables that name it. Every block is free,
+          cached or in use.
+        - Every request waits or has a row of its own. Its blocks cover its computed tokens.
+        - Every position of its KV and every generated token has a version.
+        - No step is in flight, unless `may_be_in_flight`.
+        - No memory is released while steps may run.
         """
         found = [*self._scheduler.violations(), *self._outputs.violations()]
         recorded, scheduled = self._outputs.unfinished_ids(), self._scheduler.request_ids()
         if single := sorted({*recorded} ^ {*scheduled}):
-            found.append(f"requests {single} are in one of scheduler and records")
+            found.append(f"requests {single} are in only one of scheduler and records")
         if self.num_steps_in_flight and not may_be_in_flight:
             found.append(f"{self.num_steps_in_flight} steps are in flight")
         missing = self._suspension.status().to_restore
@@ -529,9 +520,9 @@ class Engine(ControlledEngine):
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The settings that all engines of a fleet must share, as texts by name. The classes that
-        users make have them; an Engine that is put together by hand raises NotImplementedError."""
-        raise NotImplementedError(f"{type(self).__name__} names no settings for a fleet")
+        """The settings that all engines of a fleet must share, as texts by name. Subclasses
+        implement it; Engine itself raises NotImplementedError."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement shared_settings")
 
     @property
     def block_size_tokens(self) -> int:
@@ -540,31 +531,25 @@ class Engine(ControlledEngine):
 
     @property
     def num_waiting(self) -> int:
-        """Number of queued requests. `stats` reports more, and takes longer."""
+        """Number of queued requests. It is cheaper to read than `stats`."""
         return len(self._scheduler.waiting)
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Number of steps that are launched and not committed.
-
-        It is above 0 between two calls of `step` only with async scheduling.
-        """
+        """Number of steps that are launched and not committed. Between two calls of `step` it is
+        above 0 only with async scheduling."""
         return self._pipeline.num_in_flight
 
     @property
     def longest_step_s(self) -> float:
-        """Upper bound for a step of `max_tokens`, in seconds; 0 before a step was measured.
-
-        Any thread may read it.
-        """
+        """Upper bound, in seconds, for a step of `max_tokens`; 0 if no step was measured. Any
+        thread may read it."""
         return self._counters.step_times.longest_s(self._scheduler.max_tokens)
 
     def stats(self, *, of_ranks: bool = True) -> EngineStats:
-        """Return the current numbers of requests and blocks, and counters since the start.
-
-        Only the thread that steps may call it. With `of_ranks` False any thread may, and `ranks` of
-        the result is empty.
-        """
+        """Return the current numbers of requests and blocks, and the counters since the start. Only
+        the thread that steps may call it. If `of_ranks` is False, any thread may call it, and
+        `ranks` of the result is empty."""
         counts, num_captures = self._scheduler.counts(), self._pipeline.num_graph_captures
         return self._counters.stats(
             *(self.state, self.weights_version, counts, num_captures),
@@ -575,7 +560,8 @@ class Engine(ControlledEngine):
         )
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Return the address of each KV tensor by name; {} while released or in other processes."""
+        """Return the address of each KV tensor by name; {} if the KV cache is released or in other
+        processes."""
         return self._executor.kv_data_ptrs()
 
     def weight_data_ptrs(self) -> dict[str, int]:
@@ -583,5 +569,5 @@ class Engine(ControlledEngine):
         return self._weights.data_ptrs()
 
     def memory_status(self) -> MemoryStatus:
-        """Return which memory of KV cache and weights is resident, on the host, or released."""
+        """Return how much KV cache and weight memory is resident, on the host or released."""
         return self._suspension.status()

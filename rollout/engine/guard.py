@@ -1,7 +1,8 @@
-"""CallGuard: admits one thread at a time to an engine, and detects calls that stopped halfway.
+"""CallGuard: lets one thread at a time call an engine, and detects calls that stopped halfway.
 
-Engine and StepPipeline enter it around each call that changes state. `rollout.engine.build` makes
-it.
+`rollout.engine.build` and `rollout_vllm.engine` create it. Engine, StepPipeline and
+`rollout_vllm.pipeline` enter it around each call that changes state. CallGuard registers an exit
+handler.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ from contextlib import contextmanager
 from rollout.deferred_signals import deferred_signals
 from rollout.errors import EngineStateError
 
-_EXIT_S = 30.0  # at most so long the exit of the process waits for another thread's call
+_EXIT_S = 30.0  # the longest wait of the exiting process for another thread's call
 
 
 class CallGuard:
-    """Guards the calls of one engine.
+    """Guards the calls that change the state of one engine.
 
-    A call changes several parts of the engine, one after the other. Signals are deferred until it
-    ends. An exception that another thread raises in this one can still stop it halfway and leave
-    the parts inconsistent: every later call then raises EngineStateError. A call from a second
-    thread at the same time is refused.
+    A call from a second thread at the same time raises EngineStateError. Signals are deferred until
+    the running call ends. If an exception stops a call halfway and is not marked as harmless, every
+    later call raises EngineStateError.
 
-    While the process exits, threads that make further calls are blocked: a daemon thread that
-    computes during the interpreter's teardown would abort the process.
+    While the process exits, calls of threads other than the exiting one block forever.
     """
 
     def __init__(self) -> None:
@@ -35,24 +34,27 @@ class CallGuard:
         self._is_free = threading.Condition(self._mutex)
         self._owner: threading.Thread | None = None
         self._call, self._depth = "", 0  # the owner's call
-        # The call that was stopped halfway, and the cause. Set while a call runs, in case it is.
+        # The call that was stopped halfway, and the cause. It is set while each call runs, because
+        # another thread may raise an exception in this one at any point.
         self._stopped: tuple[str, str] | None = None
         self._harmless: BaseException | None = None
+        # While it exits, other threads are blocked: a daemon thread that computes during the
+        # interpreter's teardown would abort the process.
         self._ends_process: threading.Thread | None = None
         atexit.register(_block_if_alive, weakref.ref(self))
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call was stopped halfway, so that every later one is refused."""
+        """Whether a call was stopped halfway, so that later calls are refused."""
         return self._stopped is not None and not self._depth
 
     def mark_harmless(self, error: BaseException) -> None:
-        """Mark `error`, which the caller raises next, as one that leaves a consistent state."""
+        """Mark `error` as one that leaves the engine consistent. The caller raises `error` next."""
         self._harmless = error
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Mark exceptions of the block as harmless: the block undoes its changes itself."""
+        """Mark exceptions of the block as harmless, because the block undoes its own changes."""
         try:
             yield
         except BaseException as error:
@@ -61,10 +63,9 @@ class CallGuard:
 
     @contextmanager
     def change(self, call: str) -> Iterator[None]:
-        """Enter a call that changes the state. A nested call is part of its outer call.
-
-        Raises EngineStateError if another thread is inside, or if a call was stopped halfway.
-        """
+        """Guard the block as one call, which error messages name `call`. Nested calls join the
+        outer call. Raises EngineStateError if another thread is inside, or if an earlier call was
+        stopped halfway."""
         me = threading.current_thread()
         if self._owner is me and self._depth:
             yield
@@ -107,10 +108,7 @@ class CallGuard:
             self._is_free.notify_all()
 
     def block_at_exit(self) -> None:
-        """Block further calls of other threads, and wait at most 30 s for a running one to end.
-
-        The interpreter calls it at exit.
-        """
+        """Block later calls of other threads, and wait up to 30 s for a running call."""
         me = threading.current_thread()
         with self._mutex:
             self._ends_process = me

@@ -1,7 +1,8 @@
 """InputProcessor: validates submitted requests and fills in defaults. It queues nothing.
 
-Engine.add_groups and Engine.add_record call it; `rollout.engine.build` makes it. It keeps the next
-free request id and the number of requests so far.
+`rollout.engine.build` creates it, and `rollout_vllm.engine` derives a class from it.
+Engine.add_groups and Engine.add_record call it. It keeps the next free request id and the number of
+requests so far.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ StopWordIds = tuple[tuple[int, ...], ...]
 class ProcessedRequest:
     """A valid request, ready to be queued.
 
-    tokens: all its tokens; the first `num_prompt` are the original prompt. The samples of a prompt
-        share the list, which is never changed.
-    group_id: equal for the samples of one prompt, None for a single request.
-    admission: whether the request can run here, and its longest length.
-    sampling_params, seed: the original ones, also if another engine began the request.
-    stop_rule: the conditions that end it.
-    wants_prompt_logprobs: whether this engine must score its prompt.
+    tokens: all tokens of the request; the first `num_prompt` are the original prompt. The samples
+        of a prompt share this list.
+    group_id: equal for the samples of one prompt; None for a single request.
+    admission: whether the request can run here, and its maximum length.
+    sampling_params, seed: the original values, even if another engine began the request.
+    wants_prompt_logprobs: whether this engine must score the prompt.
     """
 
     record: DynamicInferenceRequestRecord
@@ -56,11 +56,9 @@ class ProcessedRequest:
 
 
 class InputProcessor:
-    """Checks requests, and assigns request ids, group ids and default seeds.
-
-    `end_ids` end a request that names no termination id. A request without a seed gets one that
-    follows from `seed` and `num_submitted`, the number of requests before it.
-    """
+    """Checks requests, and assigns request ids, group ids and default seeds. `end_ids` are the end
+    tokens of a request without a `termination_id`. A request without a seed gets one derived from
+    `seed` and `num_submitted`, the number of requests before it."""
 
     def __init__(
         self,
@@ -77,12 +75,12 @@ class InputProcessor:
         self.seed = seed
         self.num_submitted = 0
         self._next_id = 0
-        # No request id serves as a group id: it may be used again while an old group still waits.
+        # Group ids are not request ids: a caller may reuse an id while its old group still waits.
         self._num_groups = 0
 
     @property
     def max_sequence_length(self) -> int:
-        """Most tokens of prompt and output together."""
+        """Largest number of tokens in prompt and output together."""
         return self._limits.max_sequence_length
 
     def process_groups(
@@ -93,11 +91,12 @@ class InputProcessor:
         weights_version: int,
         in_use: Container[int],
     ) -> list[list[ProcessedRequest]]:
-        """Return the requests of groups of (prompt, parameters of each sample), group by group.
+        """Check groups of (prompt, parameters of each sample). Returns their requests, group by
+        group.
 
-        `request_ids`: an id for each sample, group after group; None takes the next free ids.
-        Raises InvalidRequestError if any request is malformed or an id is `in_use`; no id and no
-        seed is assigned then.
+        `request_ids` has an id for each sample, group after group; None takes the next free ids.
+        Raises InvalidRequestError if any request is malformed or any id is `in_use`. No id and no
+        seed is assigned in that case.
         """
         if not isinstance(priority, int) or not MIN_INT64 <= priority <= MAX_INT64:
             raise InvalidRequestError(
@@ -151,11 +150,12 @@ class InputProcessor:
     def process_record(
         self, record: DynamicInferenceRequestRecord, in_use: Container[int]
     ) -> ProcessedRequest:
-        """Return a request that another engine began, which continues after its last token here.
+        """Check a request that another engine began. Returns a request that continues after its
+        last token.
 
-        The segments of `record` get the stop words as this engine's tokenizer encodes them. Raises
-        InvalidRequestError, before anything is changed, for a record that has ended, was never in
-        an engine or does not fit, and for an id that is `in_use`.
+        The segments of `record` get the stop words in the encoding of this engine's tokenizer.
+        Raises InvalidRequestError, before any change, if the record has ended, was never in an
+        engine or does not fit, or if its id is `in_use`.
         """
         request_id, first, last = record.request_id, record[0], record.current
         if request_id in in_use:
@@ -164,8 +164,7 @@ class InputProcessor:
             raise InvalidRequestError(f"request {request_id} has ended; nothing is left to do")
         if any(isinstance(segment, VLMInferenceRequest) for segment in record.requests):
             raise InvalidRequestError(
-                f"the record of request {request_id} has images, and this engine takes text "
-                "alone: it has no image input"
+                f"the record of request {request_id} has images, and this engine takes text only"
             )
         params = first.sampling_params
         if params is None or last.seed is None:
@@ -184,8 +183,8 @@ class InputProcessor:
         num_tokens, admission = len(tokens), processed.admission
         if admission.error is None and num_tokens >= admission.max_length:
             raise InvalidRequestError(
-                f"request {request_id} has {num_tokens} tokens already, and this engine gives it "
-                f"room for {admission.max_length}"
+                f"request {request_id} already has {num_tokens} tokens, and this engine allows at "
+                f"most {admission.max_length}"
             )
         for segment in unfinished.requests:
             segment.stop_word_ids = _id_lists(stop_words)
@@ -200,11 +199,8 @@ class InputProcessor:
         stop_words: StopWordIds,
         group_id: int | None,
     ) -> ProcessedRequest:
-        """Return a checked request, ready to be queued.
-
-        `tokens`: the prompt of the record's current segment. `params`: the original parameters, not
-        those of the current segment.
-        """
+        """Return a checked request, ready to be queued. `tokens` is the prompt of the record's
+        current segment. `params` are the original parameters of the request."""
         num_prompt, seed = len(record[0].prompt_tokens), record.current.seed
         assert seed is not None
         admission = admit(record.request_id, num_prompt, params, self._limits)
@@ -237,8 +233,8 @@ class InputProcessor:
     def _checked_ids(
         self, count: int, request_ids: Sequence[int] | None, in_use: Container[int]
     ) -> list[int]:
-        """Reserve and return the ids of `count` samples. Raises InvalidRequestError for ids that
-        are not different integers of 64 bits, or are `in_use`."""
+        """Reserve and return the ids of `count` samples. Raises InvalidRequestError unless the ids
+        are distinct 64-bit integers that are not `in_use`."""
         if request_ids is None:
             ids = list(range(self._next_id, self._next_id + count))
         else:
@@ -295,8 +291,8 @@ class InputProcessor:
         return encode_prompt(self._tokenizer, prompt, add_bos=add_bos == {True})
 
     def _check_token_ids(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError for token ids outside the vocabulary, and for `min_tokens` if
-        only end tokens are allowed."""
+        """Raise InvalidRequestError for token ids outside the vocabulary. Raises it, too, if
+        `min_tokens` is set and every allowed token is an end token."""
         vocab_size = self._limits.vocab_size
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids or ()),
@@ -313,18 +309,18 @@ class InputProcessor:
         if params.min_tokens and allowed and allowed <= end_ids:
             raise InvalidRequestError(
                 f"allowed_token_ids={params.allowed_token_ids} are all end tokens, and "
-                f"min_tokens={params.min_tokens} allows none of those at first"
+                f"min_tokens={params.min_tokens} forbids end tokens at first; allow another token"
             )
 
     def _eos_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Return the end tokens of a request, without its own `stop_token_ids`."""
+        """Return the end tokens of a request, except its own `stop_token_ids`."""
         if params.ignore_eos:
             return ()
         return self.end_ids if params.termination_id is None else (params.termination_id,)
 
     def _stop_word_ids(self, params: SamplingParams) -> StopWordIds:
-        """Return the token ids of each stop word. Raises InvalidRequestError without a tokenizer,
-        or for a word that encodes to no token."""
+        """Return the token ids of each stop word. Raises InvalidRequestError if there is no
+        tokenizer, or if a word has no tokens."""
         if not params.stop_words:
             return ()
         if self._tokenizer is None:
@@ -341,7 +337,6 @@ class InputProcessor:
 
 
 def _id_lists(stop_words: StopWordIds) -> list[list[int]] | None:
-    """Return the ids of the stop words as lists, for a request's `stop_word_ids`."""
     return [list(word) for word in stop_words] or None
 
 

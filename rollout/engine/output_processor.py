@@ -1,8 +1,9 @@
-"""OutputProcessor: holds the records of an engine's requests and writes the output of steps into
-them.
+"""OutputProcessor: keeps the records of an engine's requests and writes step outputs into them.
 
-Engine adds records and returns ended ones to its caller. StepPipeline writes the scheduler's
-decisions and the sampled tokens. Suspension queues requests again. `rollout.engine.build` makes it.
+`rollout.engine.build` and `rollout_vllm.engine` create it. Engine adds records and returns ended
+records to its caller. Step pipelines write the scheduler's decisions and the sampled tokens.
+Suspension marks requests as queued again. `rollout.engine.input_processor` uses
+`needs_prompt_scores`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,18 @@ from rollout.version_spans import VersionSpans
 class RequestState:
     """The record of an unfinished request, and direct references to its growing values.
 
-    The current segment's values are arrays, not lists: a token takes 4 bytes instead of 40. Records
-    that leave the engine are complete, with lists.
+    The values of the current segment are arrays, which take 4 bytes per token.
 
     entry_time: time of entry into the first engine, by time.monotonic.
-    last_token_time: time of the newest token sampled here, by time.monotonic; None without one.
-    num_unscored: the number of tokens with which the request entered, if its prompt is scored here,
-        else None.
-    segment: the current segment.
-    num_prompt: tokens in its prompt. The last `num_before` of them were generated in earlier
-        segments.
-    policy_spans, token_ids, tpot: the segment's columns, which grow in place.
-    requested: the segment's REQUESTED_COLUMNS by `run_field`; columns not asked for are left out.
-    has_requested: for each of REQUESTED_COLUMNS, whether it was asked for.
+    num_unscored: the number of tokens at entry if this engine scores the prompt, else None.
+    last_token_time: time of the newest token sampled here, by time.monotonic; None before the first
+        token.
+    num_prompt: number of tokens in the current segment's prompt.
+    num_before: how many of the `num_prompt` tokens were generated in earlier segments.
+    policy_spans, token_ids, tpot: columns of the current segment, which grow in place.
+    requested: the segment's REQUESTED_COLUMNS by `run_field`, without columns that were not
+        requested.
+    has_requested: for each of REQUESTED_COLUMNS, whether it was requested.
     """
 
     record: DynamicInferenceRequestRecord
@@ -69,7 +69,7 @@ class RequestState:
 
     def begin_segment(self) -> None:
         """Put empty arrays into the current segment, which has no generated tokens yet."""
-        segment: Any = self.record.current  # its fields are lists for everybody else
+        segment: Any = self.record.current  # declared with lists, which other code sees
         self.segment, self.num_prompt = segment, len(segment.prompt_tokens)
         self.num_before = self.num_prompt - len(self.record[0].prompt_tokens)
         self.policy_spans = segment.policy_spans
@@ -83,10 +83,9 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Holds one record per request. The record of an ended request is returned once and dropped.
-
-    The record of an unfinished request is incomplete, so only copies of it leave this object.
-    """
+    """Keeps one record per request. The record of an ended request is returned once and then
+    dropped. The record of an unfinished request is incomplete, so only copies of it leave this
+    object."""
 
     def __init__(
         self,
@@ -96,8 +95,7 @@ class OutputProcessor:
         totals: RequestTotals,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`totals`: counters of requests and tokens. `routing`: the record of the tokens' experts;
-        None if they are not recorded."""
+        """`routing` is the record of the tokens' experts; None if experts are not recorded."""
         self._totals, self._routing = totals, routing
         self._last_tokens_at = 0.0  # by time.monotonic
         self._track_paused = track_paused
@@ -116,11 +114,10 @@ class OutputProcessor:
         return [*self._unfinished, *self._ended]
 
     def unfinished_ids(self) -> Collection[int]:
-        """Return the ids of the requests that have not ended."""
         return self._unfinished.keys()
 
     def violations(self) -> list[str]:
-        """Return the invariants of the unfinished records that do not hold, one sentence each."""
+        """Return the violated invariants of the unfinished records, one sentence each."""
         found = []
         for request_id, state in self._unfinished.items():
             num_tokens, num_versions = len(state.token_ids), len(state.policy_spans)
@@ -139,9 +136,8 @@ class OutputProcessor:
     # ---- adding and returning
 
     def add_request(self, record: DynamicInferenceRequestRecord) -> None:
-        """Add the record of a queued request, new or begun by another engine.
-
-        A request from another engine keeps the time of its first arrival. It has no KV here.
+        """Add the record of a queued request, which is new or was begun by another engine. A
+        request from another engine keeps the time of its first arrival. Its KV is computed again.
         """
         segment, is_scored = record.current, needs_prompt_scores(record)
         num_unscored = len(segment.prompt_tokens) if is_scored else None
@@ -149,16 +145,14 @@ class OutputProcessor:
         segment.event_add_engine = record.entry_event() or segment.add_event_add_engine()
         if len(record.requests) == 1:
             segment.arrival_time = segment.event_add_engine.timestamp
-        # Events keep wall time, which may be ahead of this engine's if another one wrote it.
+        # Events have wall time, and the clock of the engine that wrote it may be ahead of ours.
         seconds_ago = max(0.0, time.time() - segment.event_add_engine.timestamp)
         entry_time = time.monotonic() - seconds_ago
         self._unfinished[record.request_id] = RequestState(record, entry_time, num_unscored)
 
     def has_ended(self, request_id: int) -> bool:
-        """Return whether the request has ended and its record was not returned yet.
-
-        Raises EngineStateError if it is not in the engine.
-        """
+        """Return whether the request has ended and its record was not returned yet. Raises
+        EngineStateError for a request that is not in the engine."""
         if request_id not in self:
             raise EngineStateError(
                 f"request {request_id} is not in the engine: it was never added, or its record was "
@@ -167,17 +161,15 @@ class OutputProcessor:
         return request_id in self._ended
 
     def ended(self, request_ids: Iterable[int]) -> list[DynamicInferenceRequestRecord]:
-        """Return the records of ended requests, which stay here until `drop_ended`."""
+        """Return the records of ended requests. They stay here until `drop_ended`."""
         return [self._ended[request_id] for request_id in request_ids]
 
     def drop_ended(self, request_ids: Iterable[int]) -> None:
-        """Drop the records of ended requests, which the caller has received."""
         for request_id in request_ids:
             del self._ended[request_id]
 
     def keep_ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> None:
-        """Put back records that `ended` returned, dropped or not: they did not reach the engine's
-        caller."""
+        """Put back records that `ended` returned but that did not reach the engine's caller."""
         self._ended.update({record.request_id: record for record in records})
 
     def ended_ids(self) -> list[int]:
@@ -191,11 +183,9 @@ class OutputProcessor:
         version: int,
         routing: NDArray[np.int16] | None = None,
     ) -> DynamicInferenceRequestRecord:
-        """Return a copy of the record as of now, under weights `version`.
-
-        `kv_spans`: the versions that wrote the KV of an unfinished request; None for an ended one.
-        `routing`: the experts of an unfinished request's tokens.
-        """
+        """Return a copy of the record as it is now. Its staleness is counted from weights
+        `version`. `kv_spans` are the versions that wrote the KV of an unfinished request; None for
+        an ended request. `routing` are the experts of an unfinished request's tokens."""
         if kv_spans is None:
             return self._ended[request_id].copy()
         copied = self._unfinished[request_id].record.copy()
@@ -205,14 +195,13 @@ class OutputProcessor:
         return copied
 
     def new_tokens(self, wanted: Iterable[tuple[int, int]]) -> TokenRuns:
-        """Return the tokens from an offset on, for each (request id, offset). `attempts` is all 0.
-
-        Requests that have ended, or have no such tokens, are left out. Hundreds of requests with
-        one token each are read here in every step. So the values that all new tokens of a request
-        share are gathered once per request, and NumPy repeats them for the tokens. If the weights
-        changed among a request's new tokens, or it was queued again, the tokens' versions differ
-        and are written afterwards.
-        """
+        """Return the newest tokens of each wanted request. `attempts` of the result is all 0.
+        `wanted` has (request id, offset) pairs; tokens from the offset on are returned. Requests
+        that have ended, or have no such tokens, are left out."""
+        # Hundreds of requests with one new token each are read in every step. So the values that
+        # all new tokens of a request share are gathered once, and NumPy repeats them per token.
+        # `others` are requests whose new tokens have several versions, which are written at the
+        # end: the weights have changed, or the request was queued again.
         rows: list[int] = []
         token_ids = array("i")
         requested = {column.run_field: column.new() for column in REQUESTED_COLUMNS}
@@ -252,13 +241,12 @@ class OutputProcessor:
     # ---- the scheduler's decisions
 
     def set_running(self, request_ids: Iterable[int]) -> None:
-        """Mark requests as running."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_AND_GENERATING_TOKENS
 
     def set_paused(self, request_ids: Iterable[int]) -> None:
-        """Mark requests as paused: no block was free for their next token."""
+        """Mark requests as paused, because free blocks ran out."""
         for request_id in request_ids:
             segment = self._unfinished[request_id].segment
             segment.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
@@ -266,12 +254,12 @@ class OutputProcessor:
                 segment.add_event_pause()
 
     def requeue(self, request_ids: Iterable[int], *, is_preempted: bool = False) -> None:
-        """Mark requests that lost their KV as queued. Each gets a new segment, whose prompt is all
-        of its tokens so far.
+        """Mark requests without KV as queued. Each gets a new segment, whose prompt is all its
+        tokens so far.
 
-        Only preemption adds an EVICT event. A request that was not preempted, and has no generated
-        token in its current segment, keeps that segment. Experts recorded for a segment without
-        generated tokens are dropped.
+        A request that was not preempted keeps its current segment if that segment has no generated
+        token. Experts recorded for a segment without generated tokens are dropped. Only preemption
+        adds an EVICT event.
         """
         for request_id in request_ids:
             state = self._unfinished[request_id]
@@ -286,14 +274,13 @@ class OutputProcessor:
                 state.segment.add_event_evict()
 
     def add_transient_error(self, request_ids: Iterable[int], error: Exception) -> None:
-        """Add an ERROR_TRANSIENT event to each of these requests."""
         for request_id in request_ids:
             self._unfinished[request_id].segment.add_event_error_transient(error)
 
     # ---- a step's output
 
     def process_outputs(self, update: StepUpdate, output: StepOutput) -> None:
-        """Write a step's results into the records, and end the requests that it finished."""
+        """Write the results of a step into the records, and end the requests that it finished."""
         now = time.monotonic()
         samples = output.samples
         for scored in update.scored:
@@ -315,10 +302,7 @@ class OutputProcessor:
             self._finish(finished, update.weights_version, now)
 
     def _append_tokens(self, update: StepUpdate, now: float) -> None:
-        """Append a token, its version and its time to each request. Counts the latencies.
-
-        The loop runs 1,000 times in a step of 1,000 rows, so nothing is looked up or called twice.
-        """
+        # The loop runs 1,000 times in a step of 1,000 rows: nothing is looked up or called twice.
         unfinished, version = self._unfinished, update.weights_version
         totals, previous, num_after_previous = self._totals, self._last_tokens_at, 0
         for request_id, token_id in zip(update.request_ids, update.token_ids, strict=True):
@@ -343,7 +327,6 @@ class OutputProcessor:
         self._last_tokens_at = now
 
     def _append_requested(self, update: StepUpdate, samples: SampleResult) -> None:
-        """Append log-probs, ranks and top-n dictionaries to the requests that asked for them."""
         unfinished = self._unfinished
         for name, values_S in (("log_probs", samples.logprobs_S), ("ranks", samples.ranks_S)):
             if values_S is None:
@@ -399,7 +382,7 @@ class OutputProcessor:
         kv_spans: VersionSpans,
         version: int,
     ) -> None:
-        """End a request by an error. Its record keeps the tokens so far and gets the events
+        """End a request with an error. Its record keeps the tokens so far and gets the events
         ERROR_NONTRANSIENT and FAIL."""
         segment = self._unfinished[request_id].segment
         segment.status, segment.finish_reason = Status.FAILED, finish_reason
@@ -426,7 +409,7 @@ class OutputProcessor:
 
 
 def _requested_of(run: TokenRun) -> dict[str, Any]:
-    """Return the REQUESTED_COLUMNS of a run by `run_field`; columns that are None are left out."""
+    """Return the REQUESTED_COLUMNS of a run by `run_field`, without columns that are None."""
     columns = {column.run_field: getattr(run, column.run_field) for column in REQUESTED_COLUMNS}
     return {
         name: own.rows() if isinstance(own, TopNRun) else own
@@ -436,18 +419,19 @@ def _requested_of(run: TokenRun) -> dict[str, Any]:
 
 
 def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str, Any]) -> TokenRuns:
-    """Return the runs of new tokens, which have one policy version and one KV run per request.
+    """Return the runs of new tokens. Each request has one policy version and one KV run.
 
-    `rows` has, flat, for each request: id, offset, number of tokens, entry version, length of the
-    first token's context, policy version, the four values of VersionSpans.last_run of its KV, and
-    for each column of `requested` whether the request has it.
+    `rows` is flat. For each request it has the id, the offset, the number of tokens, the entry
+    version, the context length of the first token, the policy version, and the four values of the
+    KV's VersionSpans.last_run. After them it has, for each column of `requested`, whether the
+    request has that column.
     """
-    # NumPy takes several times as long to make an array of a list.
+    # np.array of a list takes several times as long.
     packed = struct.pack(f"{len(rows)}q", *rows)
     of_requests_VR = np.frombuffer(packed, np.int64).reshape(-1, 10 + len(requested)).T
     request_ids, offsets, counts, entry_versions = of_requests_VR[:4]
     of_tokens_VT = of_requests_VR[4:10]
-    if len(token_ids) != len(counts):  # else each has one, as where every token is streamed
+    if len(token_ids) != len(counts):  # else each request has one token
         of_tokens_VT = np.repeat(of_tokens_VT, counts, axis=1)
         ends = np.cumsum(counts)
         of_tokens_VT[0] += np.arange(len(token_ids)) - np.repeat(ends - counts, counts)
@@ -474,11 +458,9 @@ def _runs_of(rows: Sequence[int], token_ids: array[int], requested: Mapping[str,
 
 
 def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
-    """Return whether the engine must score the prompt of an unfinished request that enters it.
-
-    It must if scores are wanted, and the request has no generated tokens yet, or came from another
-    engine without its scores.
-    """
+    """Return whether the engine must score the prompt of an unfinished request that enters it. It
+    must if prompt scores are wanted, and if the request has no generated tokens yet or came from
+    another engine without prompt scores."""
     first = record[0]
     is_fresh = len(record.current.prompt_tokens) == len(first.prompt_tokens)
     has_none = segment_of_prompt(record.requests).prompt_log_probs is None
@@ -486,11 +468,8 @@ def needs_prompt_scores(record: DynamicInferenceRequestRecord) -> bool:
 
 
 def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int | None) -> None:
-    """Reset the current segment to its state in the queue: its whole prompt is computed again.
-
-    The prompt is also scored again if it is the original one, or has the `num_unscored` tokens with
-    which the request entered.
-    """
+    """Reset the current segment to its state in the queue, before any of its prompt was computed.
+    The prompt is also scored again if it is the original prompt, or has `num_unscored` tokens."""
     segment = record.current
     segment.status = Status.WAITING_IN_QUEUE
     segment.kv_spans = VersionSpans()
@@ -503,8 +482,8 @@ def _queue_without_kv(record: DynamicInferenceRequestRecord, num_unscored: int |
 
 
 def _clear_prompt_scores(segment: DynamicInferenceRequest, *, are_wanted: bool) -> None:
-    """Set the prompt's columns to empty arrays if scores are wanted, else to None."""
-    values: Any = array("f")  # lists for everybody else, as in RequestState
+    """Set the prompt's score columns to empty values if scores are wanted, else to None."""
+    values: Any = array("f")  # declared as a list, as in RequestState
     ranks: Any = array("i")
     params = _params(segment)
     segment.prompt_log_probs = values if are_wanted else None

@@ -1,7 +1,7 @@
 """StepPipeline: schedules, launches and commits steps, and recovers from failed steps.
 
-Engine calls it to step, to commit the steps in flight and to measure a step; `rollout.engine.build`
-makes it. It is the only writer of the plans in flight.
+`rollout.engine.build` creates it, and Engine calls it. It changes the scheduler, the request
+records, the counters and, through the executor, the device.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from rollout.step.plan import EMPTY, StepPlan
 
 logger = logging.getLogger(__name__)
 
-# After so many failed steps a request runs alone, unless it was cleared between them.
+# A request runs alone after this number of failed steps without being cleared in between.
 _FAILURES_UNTIL_ALONE = 2
-# Tokens that clear a request: one of a prefill and one of a decode step, either of which may fail.
+# Tokens that clear a request: one from a prefill step and one from a decode step.
 _TOKENS_TO_CLEAR = 2
 
 
 @dataclass(slots=True)
 class _Suspect:
-    """Failed steps of a request, and the tokens that it must still sample to be cleared."""
+    """A request of a failed step, and the number of tokens it must still sample to be cleared."""
 
     num_failures: int = 0
     num_tokens_left: int = _TOKENS_TO_CLEAR
 
 
 class FaultIsolation:
-    """Finds the request that makes forward passes fail, so that all other requests go on.
+    """Finds the request that makes forward passes fail, so that all other requests continue.
 
     Each request of a failed step is a suspect until it has sampled two more tokens. A suspect whose
     step fails again runs alone until it is cleared. If its step fails even then, the request is the
@@ -53,21 +53,19 @@ class FaultIsolation:
         self._suspects: dict[int, _Suspect] = {}
 
     def next_alone(self) -> int | None:
-        """Return the request that must run alone in the next step; None if all may run together."""
+        """Return the request that must run alone in the next step; None if all requests may run."""
         for request_id, suspect in self._suspects.items():
             if suspect.num_failures >= _FAILURES_UNTIL_ALONE:
                 return request_id
         return None
 
     def suspects(self) -> list[int]:
-        """Return the requests of failed steps that are not cleared."""
+        """Return the ids of requests in failed steps that are not cleared."""
         return list(self._suspects)
 
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
-        """Record a failed step of these requests. Returns the request that caused it.
-
-        Returns None if the cause is not known yet.
-        """
+        """Record a failed step of these requests. Returns the request that caused the failure, or
+        None if the cause is not known yet."""
         for request_id in request_ids:
             suspect = self._suspects.setdefault(request_id, _Suspect())
             suspect.num_failures += 1
@@ -95,14 +93,14 @@ class FaultIsolation:
 class StepPipeline:
     """Implements `PipelineInterface`: schedules, launches and commits steps.
 
-    One plan is in flight, or two with async scheduling: if the device lets the host run ahead, the
-    next step is scheduled and launched before the result of the running step is known.
+    One plan is in flight, or two with async scheduling: the next step is then launched before the
+    result of the running step is known.
 
-    If a forward pass raises, the requests of the plans in flight go back to the queue, with the
-    tokens they have. Requests that fail again run alone, one after the other. A request that fails
-    alone ends with its error, provided that a step without any request succeeds then. If that step
-    fails too, the device is at fault: the error is raised, and no request ends. A LockstepError is
-    raised at once, because ranks have died.
+    If a forward pass raises, the requests in flight return to the queue with their tokens. Requests
+    that fail again run alone, one after the other. A request that fails alone ends with its error,
+    provided that a step without any request succeeds afterwards. If that step fails too, the device
+    is at fault: the error is raised, and no request ends. A LockstepError is raised at once,
+    because ranks have died.
     """
 
     def __init__(
@@ -131,11 +129,9 @@ class StepPipeline:
         return self._executor.num_graph_captures
 
     def step(self, weights_version: int) -> None:
-        """Launch the steps that may run, then commit the oldest one. Does nothing when idle.
-
-        A failed step is logged, and its requests are queued again. Its error is raised only if
-        ranks have died, if a step without requests fails too, or if it is an interrupt.
-        """
+        """Launch the steps that may run, then commit the oldest one. Does nothing when idle. A
+        failed step is logged, and its requests are queued again. The error is raised only if ranks
+        have died, if a step without requests fails too, or if the error is an interrupt."""
         with self._guard.change("step"):
             start = time.perf_counter()
             alone = self._faults.next_alone()
@@ -154,10 +150,8 @@ class StepPipeline:
                 self._commit_oldest(time.perf_counter())
 
     def measure_step(self, weights_version: int) -> None:
-        """Time a step of one token without any request. No plan may be in flight.
-
-        It gives `Engine.longest_step_s` a bound before the first request runs.
-        """
+        """Time a step of one token without any request. No plan may be in flight. The time gives
+        `Engine.longest_step_s` a bound before the first request runs."""
         plan, _ = _scratch_plans(weights_version)
         with self._guard.change("measure_step"):
             self._executor.launch(plan)()  # may reserve memory and compile
@@ -166,7 +160,7 @@ class StepPipeline:
         self._counters.step_times.add(1, time.perf_counter() - start)
 
     def suspects(self) -> list[int]:
-        """Return the requests of failed steps that are not cleared."""
+        """Return the ids of requests in failed steps that are not cleared."""
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:
@@ -174,10 +168,8 @@ class StepPipeline:
         self._faults.remove(request_id)
 
     def _launch(self, alone: int | None, weights_version: int) -> bool:
-        """Schedule a step, of the request `alone` if that is given, and launch it.
-
-        Returns False if no request could run, or if the launch failed.
-        """
+        """Schedule and launch a step. If `alone` is a request id, the step contains that request
+        only. Returns False if no request could run, or if the launch failed."""
         if alone is None:
             schedule = self._scheduler.schedule(weights_version)
         else:
@@ -200,7 +192,6 @@ class StepPipeline:
         return True
 
     def _commit_oldest(self, start: float) -> None:
-        """Wait for the oldest plan in flight, and write its results into scheduler and records."""
         plan, fetch = self._in_flight[0]
         try:
             output = fetch()
@@ -226,11 +217,9 @@ class StepPipeline:
     # ---- a forward pass that failed
 
     def _recover(self, error: BaseException, weights_version: int) -> None:
-        """Send the requests of the plans in flight back to the queue with the tokens they have.
-
-        If one request caused the failure, it ends with `error`. Raises `error` if the device or a
-        dead rank is the cause, or if it is an interrupt.
-        """
+        """Return the requests of all plans in flight to the queue, with the tokens they have. If
+        one request caused the failure, it ends with `error`. Raises `error` if the device or a dead
+        rank is the cause, or if `error` is an interrupt."""
         self._in_flight.clear()
         requeued = self._scheduler.abandon()
         self._outputs.requeue(requeued)
@@ -247,7 +236,7 @@ class StepPipeline:
         if not self._can_step_without_requests(weights_version):
             self._guard.mark_harmless(error)
             raise error
-        logger.error("request %d is failed: it fails alone", culprit, exc_info=error)
+        logger.error("request %d fails even alone, so it ends", culprit, exc_info=error)
         _drop_frames(error)
         self._faults.remove(culprit)
         kv_spans = self._scheduler.finish_request(culprit)
@@ -282,7 +271,7 @@ def _scratch_plans(weights_version: int) -> tuple[StepPlan, StepPlan]:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Drop the tracebacks of `error` and of its causes: they hold the failed step's tensors."""
+    """Delete the tracebacks of `error` and its causes, which keep the step's tensors alive."""
     chain: list[BaseException | None] = [error]
     seen: set[int] = set()
     while chain:

@@ -1,24 +1,20 @@
-"""The parts of an Engine as Protocols: scheduler, step pipeline, model executor, suspension.
+"""The Protocols between an Engine and its parts: scheduler, step pipeline, executor, suspension.
 
-Engine is written against all of them, StepPipeline against StepExecutor. Engine itself has what all
-implementations share: requests and their records, states, the order of calls in a weight update,
-counters. The implementations here are rollout.scheduling.scheduler.Scheduler, StepPipeline,
-WorkerExecutor (with TensorParallelExecutor and SpmdExecutor) and Suspension; `rollout.engine.build`
-connects these objects. Another model runner replaces the executor and the suspension. An engine
-with another scheduler, such as vLLM, replaces all four. `rollout.coordinator.agent.updates` keeps
-StagedUpdates.
+Engine calls all of them, and StepPipeline calls StepExecutor. `rollout.coordinator.agent.updates`
+keeps StagedUpdates until their commit. The implementations are
+rollout.scheduling.scheduler.Scheduler, StepPipeline, Suspension and WorkerExecutor, with its
+subclasses TensorParallelExecutor and SpmdExecutor. `rollout_vllm` has its own implementations.
 
-All methods are called from the thread that steps, except where they say otherwise. Rules of all
-implementations, which tests/contracts/test_engine_parts.py checks:
+All methods are called from the thread that steps, unless a docstring says otherwise. Every
+implementation follows these rules, which tests/contracts/test_engine_parts.py checks:
 
 - Every position of a request's KV has the version of the weights that wrote it. A rewritten slot
-  has the new version. A prefix hit has the versions under which the shared blocks were written.
-- Every token has the version of the weights that sampled it: the version at the launch of its step,
-  not at the reading of its result.
-- No step is in flight while weights are committed: the engine calls `commit_all` before.
-- An update changes all weights or none. Everything that can be refused is refused by
-  `stage_weights`. A commit that fails restores the old weights and version. If the restoration
-  fails too, `has_values` is False.
+  gets the new version. Shared blocks of a prefix hit keep the versions that wrote them.
+- Every token has the version of the weights at the launch of the step that sampled it.
+- No step is in flight while weights are committed: the engine calls `commit_all` first.
+- An update changes all weights or none. `stage_weights` makes all checks that can refuse an update.
+  A commit that fails restores the old weights and version. If this restoration fails too,
+  `has_values` is False.
 """
 
 from __future__ import annotations
@@ -53,10 +49,8 @@ class KVPool(Protocol):
         ...
 
     def distrust(self, version: int) -> None:
-        """Hide cached prefixes written by `version` or earlier from requests under later versions.
-
-        Called because the weights of `version` are not finite.
-        """
+        """Keep requests under later versions from matching prefixes that `version` or earlier
+        versions wrote. Engine calls it if the weights of `version` are not finite."""
         ...
 
 
@@ -83,7 +77,7 @@ class SchedulerInterface(Protocol):
 
     @property
     def num_routing_bytes(self) -> int:
-        """Bytes of the record of routed experts; 0 if there is none."""
+        """Bytes that the record of routed experts occupies; 0 if experts are not recorded."""
         ...
 
     def add_request(
@@ -99,11 +93,11 @@ class SchedulerInterface(Protocol):
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request. Tokens beyond the first `num_prompt` were generated before."""
+        """Queue a request. Tokens after the first `num_prompt` were generated earlier."""
         ...
 
     def finish_request(self, request_id: int) -> VersionSpans:
-        """End a request in any phase. Returns the version that wrote each position's KV."""
+        """End a request in any phase. Returns the version that wrote the KV of each position."""
         ...
 
     def request_ids(self) -> Collection[int]:
@@ -115,7 +109,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def kv_spans(self, request_id: int) -> VersionSpans:
-        """Return a copy of the versions that wrote the KV of the request's positions so far."""
+        """Return a copy of the versions that wrote the KV of the positions computed so far."""
         ...
 
     def routing(self, request_id: int) -> NDArray[np.int16] | None:
@@ -123,28 +117,24 @@ class SchedulerInterface(Protocol):
         ...
 
     def requeue_older_than(self, version: int) -> Sequence[int]:
-        """Drop the KV of requests whose oldest KV was written before `version`, and queue them
-        again.
-
-        Returns their ids. Cached prefixes with KV that old are never matched again either.
-        """
+        """Queue requests again whose oldest KV was written before `version`, and drop their KV.
+        Returns the ids of these requests. Cached prefixes that old are never matched again."""
         ...
 
     def counts(self) -> SchedulerCounts:
-        """Return the numbers of requests by phase and of blocks. Any thread may call it."""
+        """Return the number of requests in each phase and the numbers of blocks. Any thread may
+        call it."""
         ...
 
     def violations(self) -> list[str]:
-        """Return the invariants of queue, rows and blocks that do not hold, one sentence each."""
+        """Return the violated invariants of queue, rows and blocks, one sentence each."""
         ...
 
 
 class PipelineInterface(Protocol):
-    """Runs steps: schedules, launches, and writes results into scheduler and records.
-
-    The requests of a failed step go back to the queue with the tokens they have. An error is raised
-    only if the device, a dead rank or an interrupt is its cause.
-    """
+    """Schedules and launches steps, and writes the results into the scheduler and the records. The
+    requests of a failed step return to the queue with the tokens they have. An error is raised only
+    if its cause is the device, a dead rank or an interrupt."""
 
     @property
     def num_in_flight(self) -> int:
@@ -166,11 +156,11 @@ class PipelineInterface(Protocol):
         ...
 
     def commit_all(self) -> None:
-        """Wait for all steps in flight and commit them: none is in flight afterwards."""
+        """Wait for all steps in flight and commit them."""
         ...
 
     def measure_step(self, weights_version: int) -> None:
-        """Time a step without requests, for the engine's `longest_step_s`."""
+        """Time a step without requests, for `Engine.longest_step_s`."""
         ...
 
     def suspects(self) -> list[int]:
@@ -183,16 +173,16 @@ class PipelineInterface(Protocol):
 
 
 class ServingWeights(Protocol):
-    """The weights that an executor serves, read-only. Any thread may read the version."""
+    """The weights that an executor serves, for reading. Any thread may read `version`."""
 
     @property
     def version(self) -> int:
-        """The version that is served."""
+        """Version of the served weights."""
         ...
 
     @property
     def has_values(self) -> bool:
-        """Whether the weights are one complete set: neither discarded nor half updated."""
+        """Whether the weights are one complete set: neither discarded nor partly updated."""
         ...
 
     @property
@@ -206,20 +196,21 @@ class ServingWeights(Protocol):
         ...
 
     def require_values(self, what: str) -> None:
-        """Raise EngineStateError, "cannot {what}: ...", unless `has_values`."""
+        """Raise EngineStateError("cannot {what}: ...") unless `has_values` is True."""
         ...
 
     def require_resident(self, what: str) -> None:
-        """Raise EngineStateError, "cannot {what}: ...", while the memory is released."""
+        """Raise EngineStateError("cannot {what}: ...") while the weights' memory is released."""
         ...
 
     def data_ptrs(self) -> dict[str, int]:
-        """Return the address of each weight by name; {} where weights lie in other processes."""
+        """Return the address of each weight by name; {} if the weights are in other processes."""
         ...
 
 
 class StagedUpdate(Protocol):
-    """A verified update that waits for its commit. Deleting it drops the update on all ranks."""
+    """A verified update that waits for its commit. Deleting the object drops the update on all
+    ranks."""
 
     @property
     def checksum(self) -> str:
@@ -241,7 +232,7 @@ _Staged = TypeVar("_Staged", bound=StagedUpdate)
 
 
 class Executor(Protocol[_Staged]):
-    """Holds the model on all ranks of an engine: weights, KV memory, captured graphs."""
+    """Holds the model on all ranks of an engine: weights, KV memory and captured graphs."""
 
     @property
     def weights(self) -> ServingWeights:
@@ -253,42 +244,43 @@ class Executor(Protocol[_Staged]):
     ) -> _Staged:
         """Verify and prepare an update on all ranks. The served weights do not change.
 
-        Any thread may call it, while steps run. `check` is called before each tensor, and may raise
-        to cancel. `source_checksum` is the publisher's, "" if unknown. Raises WeightUpdateError
-        that names the tensor: missing, unknown, of another shape, not finite, not as announced.
+        Any thread may call it while steps run. `check` is called before each tensor; its exception
+        ends the staging. `source_checksum` is the publisher's checksum, or "" if unknown. Raises
+        WeightUpdateError, which names the tensor, if a tensor is missing, unknown, not finite, of
+        another shape or not as announced.
         """
         ...
 
     def commit_weights(self, staged: _Staged, version: int | None) -> int:
-        """Serve a staged update as `version` (None: the next one) on all ranks, or on none.
-
-        Returns the number of bytes written. The caller has committed all steps in flight.
-        """
+        """Serve a staged update as `version` on all ranks, or on none. Returns the number of bytes
+        written. `version` None means the next version. The caller has committed all steps in
+        flight."""
         ...
 
     def set_version(self, version: int) -> None:
-        """Change the version of the served weights to `version`. Raises WeightUpdateError unless it
-        is above the current version."""
+        """Change the version of the served weights. Raises WeightUpdateError unless `version` is
+        above the current version."""
         ...
 
     def weights_checksum(self) -> str:
-        """Return a checksum of all weights, which does not depend on the number of ranks."""
+        """Return a checksum of all weights that is independent of the number of ranks."""
         ...
 
     def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the checksum of each of these weights by its name."""
+        """Return the checksum of each named weight."""
         ...
 
     def warm_up(self) -> int:
-        """Capture the graphs of steps before requests need them. Returns their number."""
+        """Capture the graphs of steps in advance. Returns the number of captured graphs."""
         ...
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return the resource use of each rank, in rank order; () once the ranks have ended."""
+        """Return the resource use of each rank, in rank order; () after the ranks have ended."""
         ...
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Return the address of each KV tensor by name; {} while released or in other processes."""
+        """Return the address of each KV tensor by name; {} if the KV cache is released or in other
+        processes."""
         ...
 
     def check_ranks(self) -> None:
@@ -296,7 +288,7 @@ class Executor(Protocol[_Staged]):
         ...
 
     def close(self) -> None:
-        """Release the KV cache and end the other ranks. May be called again if it fails."""
+        """Release the KV cache and end the other ranks. It can be called again after an error."""
         ...
 
 
@@ -314,15 +306,13 @@ class StepExecutor(Executor[_Staged], Protocol[_Staged]):
         ...
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step. Returns a function that waits for its result. At most two are in flight."""
+        """Start a step. Returns a function that waits for the result. At most two steps are in
+        flight."""
         ...
 
 
 class SuspensionInterface(Protocol):
-    """Releases the memory of the KV cache and of the weights, and restores it.
-
-    An unknown or unsupported mode raises a ConfigError that names it; nothing has changed then.
-    """
+    """Releases the memory of the KV cache and of the weights, and restores it."""
 
     def suspend(
         self,
@@ -332,28 +322,31 @@ class SuspensionInterface(Protocol):
         discard: bool,
         is_first: bool,
     ) -> SuspendReport:
-        """Release the resources in `release` ("kv_cache", "weights") that are not released yet, the
-        KV cache under `mode` (None: the config's). `discard`: do not copy the weights to the host.
-        `is_first`: the engine was not suspended.
+        """Release those resources in `release` ("kv_cache", "weights") that are not released yet.
 
-        Requests go on after `resume` with the tokens they have. After an exception `resume`
-        restores everything, and a retry is legal.
+        `mode` applies to the KV cache; None means the config's mode. `discard` omits the copy of
+        the weights to the host. `is_first` is whether the engine was not suspended before.
+
+        Requests continue after `resume` with the tokens they have. Raises ConfigError for an
+        unknown or unsupported mode, before anything has changed. After any other exception, call
+        `resume` to restore everything, or retry.
         """
         ...
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all resources, or `only` one. May be called again if it fails."""
+        """Restore all resources, or only the resource `only`. It can be called again after an
+        exception."""
         ...
 
     def is_complete_with(self, only: str | None) -> bool:
-        """Return whether restoring `only` (None: all) leaves no resource released. Raises
-        ConfigError for an unknown resource."""
+        """Return whether no resource stays released once `only` is restored (None: all resources).
+        Raises ConfigError for an unknown resource."""
         ...
 
     def drop_unused_copies(self) -> None:
-        """Free the host copies of KV blocks that no request uses any more."""
+        """Free the host copies of KV blocks that no request uses."""
         ...
 
     def status(self) -> MemoryStatus:
-        """Return which memory of KV cache and weights is resident, on the host, or released."""
+        """Return how much KV cache and weight memory is resident, on the host or released."""
         ...

@@ -1,8 +1,8 @@
-"""shared_settings: the settings that all engines of a fleet must share.
+"""Collects the settings that must be equal in all engines of a fleet.
 
-With equal settings a reply does not depend on the engine that makes it. The coordinator refuses an
-engine with other settings. Weights are compared by checksum instead. Settings of speed and memory
-may differ. Used by DynamicInferenceEngine.shared_settings in `rollout.engine.build`.
+Equal settings make replies independent of the engine that gives them. The coordinator refuses an
+engine whose settings differ from the fleet's. Settings of speed and memory are not collected.
+Weights are compared by checksum instead. Used by `rollout.engine.build` and `rollout_vllm.engine`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,8 @@ def shared_settings(
     max_sequence_length: int,
     end_token_ids: Iterable[int],
 ) -> dict[str, str]:
-    """Return the settings that engines of a fleet must share, as texts by name.
-
-    A nested field has a name like "rope.theta". max_sequence_length, end_token_ids: the values that
-    the engine applies.
-    """
+    """Return the settings that engines of a fleet must share, as texts by name. Fields of a nested
+    dataclass have names like "rope.theta"."""
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     values: dict[str, Any] = {
         "max_sequence_length": max_sequence_length,
@@ -77,19 +74,16 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """Return a text of `value`; other values have other texts. A long text is cut and ends with the
-    hash of the whole."""
     text = repr(_plain(value))
-    if len(text) <= _MAX_TEXT:
+    if len(text) <= _MAX_TEXT:  # a longer text is cut, and its hash keeps it distinct
         return text
     return f"{text[:_MAX_TEXT]}... ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose text does not depend on the notation in the source: a config.json may
-    have 10000 for 10000.0, and a list for a tuple."""
     if isinstance(value, Enum):
         return value.value
+    # One config.json has 10000 or a list where another one has 10000.0 or a tuple.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, tuple | list):

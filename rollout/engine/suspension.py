@@ -1,8 +1,8 @@
 """Suspension: releases the memory of the KV cache and of the weights, and restores it.
 
-Engine calls it to suspend, resume and unpause, and after aborts and updates; `rollout.engine.build`
-makes it. `rollout.testing` uses the checks of arguments. The servers of `rollout.serve` and
-`rollout_verl.server` use the names of the resources.
+`rollout.engine.build` creates it, and Engine calls it. `rollout_vllm.suspension`, `rollout.testing`
+and `trainer_hooks.phase` import the argument checks. The servers in `rollout.serve` and
+`rollout_verl.server` import the names of the resources.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ _P = ParamSpec("_P")
 class Suspension:
     """Implements `SuspensionInterface` over a WorkerExecutor.
 
-    It records which resources are released and under which KV mode; `resume` restores them.
+    It remembers which resources are released, and the mode under which the KV cache was released:
 
-    PERSIST leaves the KV cache in place. OFFLOAD copies the blocks in use to the host and releases
-    the memory. RECOMPUTE releases the memory without a copy: running requests go back to the queue
-    and are prefilled again.
-    `keeps_addresses`: the config promises stable addresses of the KV cache, and this memory would
-    change them by a release. Only PERSIST is allowed then.
+    - PERSIST leaves the KV cache in place.
+    - OFFLOAD copies the blocks in use to the host and releases the memory.
+    - RECOMPUTE releases the memory without a copy. Running requests return to the queue and are
+      prefilled again.
+
+    If `keeps_addresses` is set, only PERSIST is allowed, because another mode would move the KV
+    cache.
     """
 
     def __init__(
@@ -61,14 +63,15 @@ class Suspension:
         discard: bool,
         is_first: bool,
     ) -> SuspendReport:
-        """Release the resources in `release` that are not released yet, the KV cache under `mode`
-        (None: the config's).
+        """Release those resources in `release` that are not released yet.
 
-        Weights are copied to the host first, unless `discard`. Resources that an earlier, failed
-        attempt released are restored first: all of them if `is_first`, else those in `release`.
+        `mode` applies to the KV cache; None means the config's mode. Weights are copied to the host
+        first, unless `discard`. Resources that an earlier, failed attempt released are restored
+        first: all of them if `is_first`, else those in `release`.
+
         Raises ConfigError for an unknown resource or mode, and for a mode that would move a KV
-        cache whose addresses must stay. After any other exception `resume` restores everything, and
-        a retry is legal.
+        cache whose addresses must stay. After any other exception, call `resume` to restore
+        everything, or retry.
         """
         start = time.perf_counter()
         check_resources(release, discard=discard)
@@ -106,8 +109,8 @@ class Suspension:
         )
 
     def resume(self, only: str | None = None) -> ResumeReport:
-        """Restore all resources whose release began, or `only` one. May be called again if it
-        fails."""
+        """Restore all resources whose release began, or only the resource `only`. It can be called
+        again after an exception."""
         start = time.perf_counter()
         restored, was_incomplete = dict.fromkeys(RESOURCES, 0), bool(self._to_restore)
         for resource in (WEIGHTS, KV_CACHE):
@@ -128,25 +131,23 @@ class Suspension:
         )
 
     def is_complete_with(self, only: str | None) -> bool:
-        """Return whether everything is in place once `only` (None: all resources) is restored.
+        """Return whether no resource stays released once `only` is restored (None: all resources).
         Raises ConfigError for an unknown resource."""
         check_only(only)
         return only is None or all(resource == only for resource in self._to_restore)
 
     def drop_unused_copies(self) -> None:
-        """Free the host copies of blocks that no request uses any more.
-
-        O(1) if there are none, else O(offloaded blocks).
-        """
+        """Free the host copies of KV blocks that no request uses. O(1) if all copies are in use,
+        else O(offloaded blocks)."""
         kv, manager = self._executor.kv, self._scheduler.kv_cache_manager
-        # Every used block has a copy there, so more copies than that are unused.
+        # Every used block has a copy on the host, so further copies are unused.
         if kv.num_offloaded_bytes > manager.num_used_blocks * kv.bytes_per_block:
             manager.drop_unused_blocks()  # no later request may match these blocks
             unused = [block for block in kv.offloaded_blocks if not manager.num_users(block)]
             self._executor.run(Worker.discard_kv, unused)
 
     def status(self) -> MemoryStatus:
-        """Return which memory of KV cache and weights is resident, on the host, or released."""
+        """Return how much KV cache and weight memory is resident, on the host or released."""
         use = sum(self._executor.run(Worker.memory_use), start=MemoryUse())
         weights = self._executor.weights
         return MemoryStatus(
@@ -163,16 +164,12 @@ class Suspension:
     # ---- one resource
 
     def _begin_release(self, resource: str) -> None:
-        """Record before a release that `resume` has to restore the resource.
-
-        If an earlier release of it failed midway, it is restored first.
-        """
-        if resource in self._to_restore:
+        if resource in self._to_restore:  # an earlier release failed midway
             self._restore(resource)
         self._to_restore.append(resource)
 
     def _restore(self, resource: str) -> int:
-        """Restore a resource. Returns the number of bytes copied back or made usable again."""
+        """Restore `resource`. Returns the number of bytes copied back or made usable again."""
         self._released.discard(resource)
         if resource == WEIGHTS:
             num_bytes = self._sum(Worker.restore_weights)
@@ -195,7 +192,6 @@ class Suspension:
         return self._sum(Worker.release_kv)
 
     def _restore_kv(self) -> int:
-        """Undo `_release_kv`. Returns the number of bytes restored."""
         if self._mode is _Mode.PERSIST:
             return 0
         num_bytes = self._sum(Worker.restore_kv)
@@ -206,7 +202,7 @@ class Suspension:
     def _sum(
         self, method: Callable[Concatenate[Worker, _P], int], *args: _P.args, **kwargs: _P.kwargs
     ) -> int:
-        """Run a method of Worker on all ranks. Returns the sum of its results, in bytes."""
+        """Run a method of Worker on all ranks. Returns the sum of the ranks' results."""
         return sum(self._executor.run(method, *args, **kwargs))
 
     def _checked_mode(self, mode: KVCacheManagementMode | str | None) -> KVCacheManagementMode:
@@ -228,8 +224,8 @@ def check_only(only: str | None) -> None:
 
 
 def check_resources(release: Sequence[str], *, discard: bool) -> None:
-    """Raise ConfigError unless `release` is a sequence of resource names, with "weights" among them
-    if `discard`."""
+    """Raise ConfigError unless `release` is a sequence of resource names. Raises ConfigError, too,
+    if `discard` is set and "weights" are not among the names."""
     if isinstance(release, str) or not all(resource in RESOURCES for resource in release):
         raise ConfigError(f"release={release!r} must be a tuple of some of {list(RESOURCES)}")
     if discard and WEIGHTS not in release:

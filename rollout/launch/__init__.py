@@ -1,1 +1,1 @@
-"""Launchers start and restart the engines of a fleet: here, or on Ray, Slurm or torchrun."""
+"""Launchers start the engines of a fleet: on this machine, or through Ray, Slurm or torchrun."""

@@ -1,6 +1,7 @@
-"""LocalLauncher: each engine is a child process of this process.
+"""LocalLauncher: starts each engine as a child process.
 
-Used by AsyncLLM by default, and by `rollout.launch.torchrun` in the ranks that run engines.
+Used by `rollout.apis.async_llm` by default, and by `rollout.launch.torchrun` in the ranks that run
+engines.
 """
 
 from __future__ import annotations
@@ -16,11 +17,9 @@ from rollout.launch.supervised_process import SupervisedProcess
 
 
 class LocalLauncher:
-    """Starts engines as child processes. They share the processors and end with this process. An
-    engine with GPUs sees only its own.
-
-    An engine that fails once it is registered is restarted, `max_restarts` times in a row at most.
-    """
+    """Starts engines as child processes, which share the processors and end with this process. An
+    engine with GPUs sees only its own GPUs. An engine that fails after it has registered is
+    restarted, at most `max_restarts` times in a row."""
 
     host: None = None
 
@@ -28,8 +27,8 @@ class LocalLauncher:
         return max(1, num_usable_cpus() // max(1, num_engines))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[SupervisedProcess]:
-        """Start the processes. See Launcher. An error that keeps an engine from starting is raised
-        by the `started` future of its SupervisedProcess."""
+        """Start the processes. See Launcher. If an engine fails to start, the `started` future of
+        its SupervisedProcess raises the error."""
         arguments = pickled(dict(job.arguments), "the model, its tokenizer or its config")
         address = job.address  # `begin` must not hold the job, which has the trainer's model
 
@@ -50,7 +49,7 @@ class LocalLauncher:
         return engines
 
     def close(self) -> None:
-        """No-op: a process that has ended leaves nothing to free."""
+        """No-op, since a process that has ended leaves nothing to free."""
 
 
 def _process(

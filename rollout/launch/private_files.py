@@ -1,10 +1,8 @@
-"""PrivateFolder: a folder of files with the arguments and keys of engines, for this user alone.
+"""PrivateFolder: a folder of files that only this user can read and write.
 
-Used by `rollout.launch.slurm` and `rollout.launch.torchrun`.
-
-Arguments may hold objects of the user's own classes, so they are pickled, and anyone who can write
-such a file can run code. Therefore each read checks the owner and the mode of the folder and of the
-file.
+Used by `rollout.launch.slurm` and `rollout.launch.torchrun` for the arguments and keys of engines.
+The arguments are pickled, so whoever can write such a file can run code. Therefore each read checks
+the owner and the mode of the folder and of the file.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ _NAME = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
 
 class PrivateFolder:
-    """A folder that only this user can write. Several machines may share it. `write` chooses the
-    name of a file, and `read` accepts only such names, so no path leads out of the folder."""
+    """A folder that only this user can write, which several machines may share. `write` chooses the
+    name of a file, and `read` accepts only such names. So no name leads out of the folder."""
 
     def __init__(self, path: str | Path) -> None:
-        """Make the folder if it is missing. Raises ConfigError if that fails, if it belongs to
-        another user, or if others can write it."""
+        """Make the folder if it is missing. Raises ConfigError if that fails, if the folder belongs
+        to another user, or if others can write it."""
         self.path = Path(path).absolute()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,7 +51,7 @@ class PrivateFolder:
 
     def read(self, name: str) -> bytes:
         """Return the content of a file that `write` made. Raises ConfigError for any other name,
-        and if another user could write or can read the file."""
+        for a missing file, and if another user owns the file or can read or write it."""
         self._check()
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not the name of a file that a launcher has written")
@@ -94,6 +92,6 @@ def _require_own(path: Path, status: os.stat_result, modes: int, what: str) -> N
         )
     if status.st_mode & modes:
         raise ConfigError(
-            f"others than its owner may {what} {str(path)!r} (mode {status.st_mode & 0o777:04o}): "
-            "run chmod go-rwx on it if no other user has, or name another folder"
+            f"other users may {what} {str(path)!r} (mode {status.st_mode & 0o777:04o}): "
+            "run chmod go-rwx on it if no other user has changed it, or name another folder"
         )

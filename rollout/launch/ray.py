@@ -1,6 +1,6 @@
-"""RayLauncher: each engine is an actor of a Ray cluster. No other module imports Ray.
+"""RayLauncher: starts each engine as an actor of a Ray cluster. No other module imports Ray.
 
-Made by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=ray`.
+Users, and `rollout train` with `launcher=ray`, make a RayLauncher and give it to AsyncLLM.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ REMIND_S = 30.0  # between two log lines about a reservation that takes long
 
 
 class RayLauncher:
-    """Starts engines as actors, anywhere in the cluster, in one placement group.
+    """Starts engines as Ray actors, anywhere in the cluster, in one placement group.
 
-    The coordinator stays with the caller. Engines connect to its node over TCP with CURVE keys,
-    which they get through Ray. Their nodes need the same packages and the model's files. Ray
-    restarts a failed actor without a pause, `max_engine_restarts` times in all. Actors and the
-    placement group belong to the caller's Ray job and end with it, also if it is killed.
-    """
+    The coordinator stays with the caller. Engines connect to the caller's node over TCP with CURVE
+    keys, which they get through Ray. The engines' nodes need the same packages and the model's
+    files. Ray restarts a failed actor without a pause, `max_engine_restarts` times in all. Actors
+    and the placement group end with the caller's Ray job, even if the caller is killed."""
 
     def __init__(
         self,
@@ -40,14 +39,15 @@ class RayLauncher:
         runtime_env: Mapping[str, Any] | None = None,
         init: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set the resources of each engine and the options of Ray. Raises ConfigError if Ray is not
-        installed.
+        """Set the resources of each engine and the options of Ray.
 
         num_cpus, num_gpus, resources: resources of each engine. num_gpus=None means one GPU for
-        each rank if the config's device is a GPU, else none. strategy: strategy of the placement
-        group. runtime_env: runtime environment of the actors. init: arguments of ray.init, which
-        `host` calls unless the caller has called it before; `close` undoes the launcher's own call.
-        """
+            each rank if the config's device is a GPU, else none.
+        strategy: strategy of the placement group.
+        runtime_env: runtime environment of the actors.
+        init: arguments of ray.init, which `host` calls unless this process is connected to a
+            cluster. `close` then ends the connection.
+        Raises ConfigError if Ray is not installed."""
         self._ray = _imported_ray()
         self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}
         self._strategy, self._runtime_env, self._init = strategy, runtime_env, init or {}
@@ -58,8 +58,8 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """Return this node's address. Joins the cluster first if this process has not; raises
-        ConfigError if ray.init fails."""
+        """Return this node's address. Connects this process to the cluster if it has no connection.
+        Raises ConfigError if ray.init fails."""
         if not self._ray.is_initialized():
             try:
                 self._ray.init(**self._init)
@@ -73,9 +73,9 @@ class RayLauncher:
         return max(1, int(self._num_cpus))
 
     def launch(self, job: EngineJob, num_engines: int) -> list[RayEngine]:
-        """Start the actors. See Launcher. Waits until Ray has reserved a place for each engine, and
-        for the coordinator's address. Raises ConfigError after `job.start_timeout_s` seconds
-        without the places, or if the arguments cannot be pickled."""
+        """Start the actors. See Launcher. Waits until Ray has reserved the resources of each
+        engine, and for the coordinator's address. Raises ConfigError if the resources are not
+        reserved after `job.start_timeout_s` seconds, or if the arguments cannot be pickled."""
         if not num_engines:
             return []
         try:
@@ -117,8 +117,9 @@ class RayLauncher:
             self._ray.shutdown()
 
     def _bundle(self, num_gpus: float) -> dict[str, float]:
-        """Return the resources of one engine under Ray's names. `num_gpus` counts unless the
-        launcher was given a number. Raises ConfigError if the resources are none or negative."""
+        """Return the resources of one engine under Ray's names. `num_gpus` counts only if the
+        launcher was made without a number of GPUs. Raises ConfigError if an engine needs no
+        resource, or a negative amount."""
         if self._num_gpus is not None:
             num_gpus = self._num_gpus
         needs = {"CPU": self._num_cpus, "GPU": num_gpus, **self._resources}
@@ -130,7 +131,8 @@ class RayLauncher:
         return bundle
 
     def _reserve(self, bundle: Mapping[str, float], num_engines: int, timeout_s: float) -> None:
-        """Reserve `bundle` for each engine. Raises ConfigError if Ray cannot within `timeout_s`."""
+        """Reserve `bundle` for each engine. Raises ConfigError if Ray cannot do so within
+        `timeout_s`."""
         try:
             self._group = self._ray.util.placement_group(
                 [dict(bundle)] * num_engines, strategy=self._strategy
@@ -150,7 +152,7 @@ class RayLauncher:
 
 
 class RayEngine:
-    """One actor and the thread that waits for its end. See LaunchedEngine."""
+    """One actor, and the thread that waits for its end. See LaunchedEngine."""
 
     def __init__(self, name: str, ray: Any, actor: Any, job: EngineJob) -> None:
         self.name, self._ray, self._actor = name, ray, actor
@@ -165,12 +167,12 @@ class RayEngine:
         return f"Ray actor {self._actor._actor_id.hex()}"
 
     def end_restarts(self) -> None:
-        """End the restarts after an engine's error. Ray still restarts an actor whose process dies,
-        until `terminate`."""
+        """Do not restart the engine after an error of its own. Ray still restarts an actor whose
+        process dies, until `terminate`."""
         self._is_ending.set()
 
     def terminate(self) -> None:
-        """Kill the actor for good. The coordinator notices its closed connection."""
+        """Kill the actor for good. The coordinator notices the closed connection."""
         self._is_ending.set()
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._actor)
@@ -202,7 +204,8 @@ class RayEngine:
         self._on_end(self.name, reason)
 
     def _await_start(self, run: Any) -> None:
-        """Wait until the engine is registered. Raises the error that keeps it from starting."""
+        """Wait until the engine is registered. Raises the error that keeps the engine from
+        starting."""
         ends = [self._actor.registered.remote(), run]
         done, _ = self._ray.wait(ends, timeout=self._start_timeout_s)
         who = f"{self.name} ({self.place})"
@@ -216,11 +219,10 @@ class RayEngine:
             raise decode_error(fault)
 
     def _await_end(self, run: Any) -> None:
-        """Return once the engine has ended in order. Raises RayError when Ray stops restarting it.
-
-        If a process dies, Ray repeats `run` in the next process. An engine that fails by an error
-        leaves its process running; that process is then killed so that Ray starts the next one.
-        """
+        """Wait until the engine has ended in order. Raises RayError when Ray stops restarting
+        it."""
+        # If a process dies, Ray repeats `run` in the next process. An engine that fails by an error
+        # leaves its process running. That process is killed so that Ray starts the next one.
         while (fault := self._ray.get(run)) is not None:
             who, error = f"{self.name} ({self.place})", decode_error(fault)
             _logger.warning("%s failed: %s", who, error)
@@ -229,17 +231,17 @@ class RayEngine:
 
 
 class EngineActor:
-    """The class of the Ray actors. An engine runs in the actor's process, within `run`."""
+    """The class of the Ray actors. `run` runs an engine in the actor's process."""
 
     def __init__(self, module: str, address: str, stored: list[Any]) -> None:
-        """`stored`: a list with the reference to the pickled arguments. The list keeps Ray from
-        fetching them, which would hold them here for as long as the actor lives."""
+        """`stored` is a list with the reference to the pickled arguments."""
+        # Ray fetches a plain reference, and would hold the arguments here while the actor lives.
         self._module, self._address, (self._stored,) = module, address, stored
         self._has_run, self._is_registered = False, threading.Event()
 
     def run(self) -> dict[str, Any] | None:
-        """Run the engine until the coordinator ends the fleet. Returns None then, or the encoded
-        error that ended the engine before. A second call in one process never returns."""
+        """Run the engine until it ends. A second call in one process never returns. Returns None if
+        the coordinator ended the fleet, else the encoded error that ended the engine."""
         if self._has_run:
             # The engine has failed, and Ray is about to repeat this call in the next process.
             threading.Event().wait()
@@ -252,12 +254,13 @@ class EngineActor:
         )
 
     def registered(self) -> None:
-        """Wait until the fleet has registered the engine. Runs on an actor thread of its own."""
+        """Wait until the fleet has registered the engine. Runs in another thread of the actor than
+        `run`."""
         self._is_registered.wait()
 
 
 def _imported_ray() -> Any:
-    """Return the module `ray`. Raises ConfigError if it is not installed."""
+    """Return the module `ray`. Raises ConfigError if Ray is not installed."""
     try:
         import ray
         import ray.util.scheduling_strategies

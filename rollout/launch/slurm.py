@@ -1,7 +1,7 @@
-"""SlurmLauncher: each engine is a job of Slurm. No other module imports submitit.
+"""SlurmLauncher: starts each engine as a Slurm job. No other module imports submitit.
 
-Made by users, who give it to AsyncLLM as `launcher`, and by `rollout train` with `launcher=slurm`.
-It writes the engines' arguments and submitit's logs to a private folder.
+Users, and `rollout train` with `launcher=slurm`, make a SlurmLauncher and give it to AsyncLLM. It
+writes the engines' arguments and submitit's logs to a private folder.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class SlurmLauncher:
 
     A job that ends with an error is submitted again, `max_engine_restarts` times. The engines'
     nodes need the same packages, the model's files and `folder`. Jobs are cancelled when the fleet
-    ends. If the caller is killed, its jobs end when their coordinator is gone.
-    """
+    ends. If the caller is killed, the jobs end once their coordinator is gone."""
 
     def __init__(
         self,
@@ -43,15 +42,16 @@ class SlurmLauncher:
         host: str | None = None,
         **parameters: Any,
     ) -> None:
-        """Make the folder and submitit's executor. Raises ConfigError if submitit is not installed
-        or refuses the parameters, and for a folder that others can write.
+        """Make the folder and submitit's executor.
 
-        folder: a folder on a file system that all nodes share, for logs and for the engines'
-        arguments and keys. It is made for this user alone. cluster: "local" runs processes on this
-        machine. host: the host to which engines connect; None takes this node's name. parameters:
-        parameters of submitit's executors, such as slurm_partition, timeout_min, cpus_per_task,
-        gpus_per_node.
-        """
+        folder: folder on a file system that all nodes share, for logs and for the engines'
+            arguments and keys. It is made for this user alone.
+        cluster: "slurm", or "local" for processes on this machine.
+        host: host to which engines connect; None takes this node's name.
+        parameters: parameters of submitit's executors, such as slurm_partition, timeout_min,
+            cpus_per_task and gpus_per_node.
+        Raises ConfigError if submitit is not installed or refuses the parameters, and for a folder
+        that others can write."""
         self.host = host or socket.gethostname()
         self._num_cpus = parameters.get("cpus_per_task")
         self._arguments_files: list[str] = []
@@ -93,7 +93,7 @@ class SlurmEngine:
     """The successive jobs of one engine, and the thread that submits them. See LaunchedEngine."""
 
     def __init__(self, name: str, executor: Any, folder: Path, file: str, job: EngineJob) -> None:
-        """Start the thread. `file`: name of the file in `folder` with the engine's arguments."""
+        """Start the thread. `file` names the file in `folder` with the engine's arguments."""
         self.name, self._executor, self._folder, self._file = name, executor, folder, file
         self._module, self._address = job.module, job.address
         self._max_restarts, self._start_timeout_s = job.max_restarts, job.start_timeout_s
@@ -101,7 +101,7 @@ class SlurmEngine:
         self.started: Future[None] = Future()
         self._is_ending, self._lock = threading.Event(), threading.Lock()
         self._is_cancelled = False
-        self._job: Any = None  # of submitit
+        self._job: Any = None  # submitit's job
         self._thread = threading.Thread(target=self._watch, name=f"{name} watch", daemon=True)
         self._thread.start()
 
@@ -113,7 +113,7 @@ class SlurmEngine:
         self._is_ending.set()
 
     def terminate(self) -> None:
-        """Cancel the job: Slurm sends it SIGTERM, and then SIGKILL."""
+        """Cancel the job. Slurm sends it SIGTERM, and then SIGKILL."""
         with self._lock:
             self._is_cancelled = True
             self._is_ending.set()
@@ -142,7 +142,7 @@ class SlurmEngine:
 
     def _run_all(self) -> str | None:
         """Run jobs until one ends in order or no restart is left. Returns the reason why the last
-        job ended; None after an orderly stop."""
+        job ended, or None after an orderly stop."""
         for num_restarts in range(self._max_restarts + 1):
             reason = self._run()
             if reason is None or self._is_ending.is_set():
@@ -152,8 +152,8 @@ class SlurmEngine:
         return reason
 
     def _run(self) -> str | None:
-        """Submit a job and wait for its end. Returns the reason why it ended; None after an orderly
-        stop. Raises the error that keeps the engine's first start from succeeding."""
+        """Submit a job and wait for its end. Returns the reason why the job ended, or None after an
+        orderly stop. Raises the error that makes the engine's first start fail."""
         registered = self._folder / f"registered-{uuid.uuid4().hex}"
         address, submitted_at = self._address.result(), time.monotonic()
         with self._lock:
@@ -185,9 +185,9 @@ class SlurmEngine:
 def run_job(
     module: str, address: str, folder: str, file: str, registered: str
 ) -> dict[str, Any] | None:
-    """Run one engine until it ends; called inside the job. Returns None after an orderly stop, else
-    the encoded error. `file`: name of the file in `folder` with the engine's arguments.
-    `registered`: path of a file that is made when the engine is registered."""
+    """Run one engine inside its Slurm job until the engine ends. `file` names the file in `folder`
+    with the engine's arguments. `registered` is the path of a file that is created once the engine
+    is registered. Returns None after an orderly stop, else the encoded error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     return run_to_end(
         module,
@@ -198,7 +198,7 @@ def run_job(
 
 
 def _end_of(job: Any) -> str | None:
-    """Return the reason why a job ended; None after an orderly stop."""
+    """Return the reason why a job ended, or None after an orderly stop."""
     try:
         fault = job.result()
     except Exception as error:  # submitit raises several kinds for a job that Slurm ended

@@ -1,6 +1,7 @@
 """SupervisedProcess: a child process that is restarted when it fails.
 
-Used by LocalLauncher for engines, and by `rollout.apis.fleet_processes` for the coordinator.
+Used by `rollout.launch.local` for engines, and by `rollout.apis.fleet_processes` for the
+coordinator. It starts processes and a thread.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ STEADY_S = 600.0
 
 
 class SupervisedProcess:
-    """A child process and the thread that starts it, waits for its end and restarts it.
+    """A child process, and the thread that starts it, waits for its end and restarts it.
 
-    The constructor starts both. `started` is a future of the first child's first message, sent when
-    the child is ready; it raises the error of a start that fails. A child that ends with an exit
-    code other than 0 is restarted, up to `max_restarts` times in a row, after pauses that double. A
-    process whose first start fails is not restarted.
-    """
+    `started` is a future of the first child's first message, which the child sends once it is
+    ready. The future raises the error if the first start fails. A child whose exit code is not 0 is
+    restarted, at most `max_restarts` times in a row, after pauses that double. A process whose
+    first start fails is not restarted."""
 
     def __init__(
         self,
@@ -42,14 +42,15 @@ class SupervisedProcess:
         environment: Mapping[str, str] = MappingProxyType({}),
         on_end: Callable[[int], object] = lambda exit_code: None,
     ) -> None:
-        """Start a child that runs `module`. `name`: name for log messages and the thread. Raises
-        ConfigError if the first child cannot be started.
+        """Start a child that runs `module`. Raises ConfigError if the child cannot be started.
 
-        `begin` sends a child its arguments. `on_end` gets the last exit code once the process has
-        ended for good, unless its first start failed. The supervising thread calls both.
-        `start_timeout_s`: seconds until a child must be ready. `environment`: environment variables
-        that differ from this process's.
-        """
+        name: name for log messages and the thread.
+        begin: sends a child its arguments.
+        start_timeout_s: seconds until a child must be ready.
+        environment: environment variables that differ from this process's.
+        on_end: gets the last exit code once the process has ended for good, unless the first start
+            failed.
+        The supervising thread calls `begin` and `on_end`."""
         self.name, self._module, self._begin = name, module, begin
         self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts
         self._on_end = on_end
@@ -103,7 +104,7 @@ class SupervisedProcess:
 
     def _run_child(self) -> int:
         """Send the child its arguments, set `started` once it is ready, and wait for its end.
-        Returns its exit code. A child that does not get ready in time is killed."""
+        Returns the child's exit code. A child that is not ready in time is killed."""
         child, is_first = self._child, not self.started.done()
         try:
             self._begin(child)
@@ -129,11 +130,8 @@ class SupervisedProcess:
         return exit_code
 
     def _restart(self, exit_code: int, num_restarts: int) -> int | None:
-        """Wait for the pause and start another child; try again if the system refuses it.
-
-        Returns the number of restarts in a row. Returns None, and starts none, if restarts are
-        disabled or used up.
-        """
+        """Wait for the pause and start another child. Tries again if the system refuses to start
+        it. Returns the number of restarts in a row, or None if restarts are disabled or used up."""
         if self._is_ending.is_set():
             return None
         end = f"{self.name} ({self.place}) has ended ({end_of(exit_code)})"

@@ -1,10 +1,10 @@
-"""TorchrunLauncher: rank 0 of torchrun is the trainer, every other rank runs one engine.
+"""TorchrunLauncher: rank 0 of torchrun is the trainer, and every other rank runs one engine.
 
-Users, or `rollout train` with `launcher=torchrun`, make the launcher in rank 0 and give it to
-AsyncLLM. `trainer_hooks.train.main`, or a user's script, calls `serve_engines` in the other ranks.
+In rank 0, users or `rollout train` with `launcher=torchrun` give the launcher to AsyncLLM. In the
+other ranks, `trainer_hooks.train.main` or a user's script calls `serve_engines`.
 
-torchrun's own store listens at all addresses without authentication. So it carries only names of
-files. The engines' arguments and keys lie in a private folder that all ranks see.
+torchrun's store listens on all addresses without authentication. So the store carries only names of
+files, and a private folder that all ranks see holds the engines' arguments and keys.
 """
 
 from __future__ import annotations
@@ -41,16 +41,15 @@ FOLDER_VARIABLE = "ROLLOUT_TORCHRUN_FOLDER"
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """A message that rank 0 leaves in the store. `file`: name of the file in the private folder
-    with the pickled `_Start`; None when rank 0 ends."""
+    """A message that rank 0 puts into the store. `file` names the file in the private folder with
+    the pickled `_Start`, or is None when rank 0 ends."""
 
     file: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """The arguments with which a rank starts its engine. `arguments` is pickled. The other fields
-    are as in EngineJob."""
+    """The arguments with which a rank starts its engine. `arguments` is pickled."""
 
     module: str
     arguments: bytes
@@ -61,28 +60,22 @@ class _Start:
 
 
 class TorchrunLauncher:
-    """The launcher of rank 0. Every other rank calls `serve_engines`; this launcher does not
-    supervise them.
-
-    Each rank restarts its own engine, at most `max_restarts` times in a row. A rank that ends with
-    an error ends the whole job, as in any torchrun job.
-    """
+    """The launcher of rank 0. Every other rank calls `serve_engines`. Each rank restarts its own
+    engine, at most `max_restarts` times in a row. A rank that ends with an error ends the whole
+    job, as in any torchrun job. The launcher does not supervise the engines."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """Connect to the store, and make the folder for this user alone.
+        """Connect to torchrun's store, and make the private folder.
 
-        `folder`: a folder on a file system that all ranks see, for the engines' arguments. None
-        takes the folder named by ROLLOUT_TORCHRUN_FOLDER or, without that variable, one in the
-        user's cache directory. `serve_engines` takes the same folder.
-
-        Raises ConfigError unless this is rank 0 of a torchrun with at least two, and for a folder
-        that others can write.
-        """
+        `folder` is on a file system that all ranks see. None takes the folder in the environment
+        variable ROLLOUT_TORCHRUN_FOLDER, or a folder in the user's cache directory if the variable
+        is not set. `serve_engines` must get the same folder. Raises ConfigError if this is not rank
+        0, if there is only one rank, or if other users can write the folder."""
         rank, self._num_ranks = _rank(), int(os.environ.get("WORLD_SIZE", "1"))
         if rank or self._num_ranks < 2:
             raise ConfigError(
                 f"this is rank {rank} of {self._num_ranks}: TorchrunLauncher is for rank 0 of "
-                "torchrun, and the others, at least one, call serve_engines()"
+                "torchrun, and needs at least one other rank, which calls serve_engines()"
             )
         self._folder = _private_folder(folder)
         self._store = _store()
@@ -91,16 +84,16 @@ class TorchrunLauncher:
 
     @property
     def host(self) -> str:
-        """Return the address under which the other ranks found this one (MASTER_ADDR)."""
+        """Return MASTER_ADDR, the address at which the other ranks reach rank 0."""
         return os.environ["MASTER_ADDR"]
 
     def num_threads(self, num_engines: int) -> None:
-        """Return None: each rank shares its machine's processors with the other ranks there."""
+        """Return None: each rank divides its machine's processors among the ranks there."""
         return None
 
     def launch(self, job: EngineJob, num_engines: int) -> list[Any]:
-        """Send the arguments to the other ranks once the coordinator's address is known. Returns an
-        empty list. Raises ConfigError if there is not one rank for each engine."""
+        """Send the arguments to the other ranks once the coordinator's address is known. Returns
+        []. Raises ConfigError unless there is one rank for each engine besides rank 0."""
         if num_engines != self._num_ranks - 1:
             raise ConfigError(
                 f"{num_engines} engines are to start, and torchrun has {self._num_ranks - 1} ranks "
@@ -125,13 +118,13 @@ class TorchrunLauncher:
         return []
 
     def close(self) -> None:
-        """Remove the files with the engines' arguments. The ranks then wait for the next fleet or
-        for the end of rank 0."""
+        """Remove the files with the engines' arguments. The other ranks then wait for the next
+        fleet or for the end of rank 0."""
         while self._files:
             self._folder.remove(self._files.pop())
 
     def _end(self) -> None:
-        """Make the other ranks return from `serve_engines`. Called when this process exits."""
+        """Make `serve_engines` return in the other ranks. Called when this process exits."""
         self.close()
         with suppress(RuntimeError):  # the store may have ended before
             self._send(_Command(file=None))
@@ -142,12 +135,11 @@ class TorchrunLauncher:
 
 
 def serve_engines(folder: str | Path | None = None) -> bool:
-    """Run an engine for each fleet that rank 0 makes, and return True once rank 0 ends. On rank 0,
-    return False at once.
+    """Run an engine for each fleet that rank 0 makes. Returns True once rank 0 ends.
 
-    `folder`: the folder given to TorchrunLauncher. Raises ConfigError for a folder or file that
-    belongs to another user, and the error that keeps an engine from starting.
-    """
+    In rank 0, return False at once. `folder` is the folder given to TorchrunLauncher. Raises
+    ConfigError for a folder or file that other users own or can write. Raises the error that keeps
+    an engine from starting."""
     if not _rank():
         return False
     private, store, number = _private_folder(folder), _store(), 1
@@ -182,9 +174,11 @@ def _private_folder(folder: str | Path | None) -> PrivateFolder:
 
 
 def _serve(start: _Start, devices: str | None) -> None:
-    """Run one engine, with its restarts, until its fleet ends or no restart is left. Raises the
-    error that keeps it from starting. `devices`: CUDA_VISIBLE_DEVICES as torchrun set it for all
-    ranks of this node; None if it set none. Sets the variable to this rank's own devices."""
+    """Run one engine, with its restarts, until its fleet ends or no restart is left.
+
+    `devices` is CUDA_VISIBLE_DEVICES as torchrun set it for the ranks of this machine, or None. If
+    the engine has GPUs, sets the variable to this rank's own devices. Raises the error that keeps
+    the engine from starting."""
     arguments = pickle.loads(start.arguments)
     if (config := arguments.get("inference_config")) is not None:
         threads = max(1, num_usable_cpus() // _num_local_ranks())
@@ -210,8 +204,9 @@ def _serve(start: _Start, devices: str | None) -> None:
 
 
 def _own_gpus(num_gpus: int, seen: str | None) -> list[str]:
-    """Return the devices of this rank: the ranks of a node take `num_gpus` each, in order, of the
-    comma-separated devices in `seen` (None or "": 0, 1, ...)."""
+    """Return this rank's `num_gpus` devices of the comma-separated devices in `seen`. The ranks of
+    a machine take devices in the order of their local ranks. Without `seen` the devices are 0, 1,
+    ..."""
     first = int(os.environ["LOCAL_RANK"]) * num_gpus
     devices = seen.split(",") if seen else [str(i) for i in range(first + num_gpus)]
     return devices[first : first + num_gpus]
@@ -226,8 +221,8 @@ def _num_local_ranks() -> int:
 
 
 def _store() -> Any:
-    """Return the store at MASTER_ADDR: torchrun's agent has started it, or else rank 0 does here.
-    Raises ConfigError if rank 0 cannot listen there."""
+    """Connect to the store at MASTER_ADDR and return it. Rank 0 starts it unless torchrun's agent
+    has. Raises ConfigError if rank 0 cannot listen there."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if _rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return connect_store(host, port, _STORE_S)

@@ -1,1 +1,1 @@
-"""Communication among the ranks of an engine: collectives, shared memory, and commands."""
+"""Communication among the ranks of an engine: collectives, shared memory and commands."""

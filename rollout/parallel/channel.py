@@ -1,10 +1,12 @@
-"""LeadChannel and FollowerChannel: rank 0 sends commands to the other ranks, and they answer.
+"""LeadChannel and FollowerChannel: rank 0 sends commands to the other ranks, which answer them.
 
-A command is a function and its arguments. Each other rank calls the function with its own object
-and the arguments, and answers once, in the order of commands, with the result or the error.
-Commands and answers are pickled, functions by reference. That is safe: all ranks are processes of
-one engine and run the same code, over sockets that no other process can open. Used by
-TensorParallelExecutor and Follower; `rollout.tensor_parallel.start` makes the channels.
+Used by `rollout.tensor_parallel.executor` and `rollout.tensor_parallel.follower`. Made by
+`rollout.tensor_parallel.start`. Commands and answers travel over sockets, pickled.
+
+A command is a function with its arguments. Each other rank calls the function with an object of its
+own and the arguments. It answers once, with the result or the error, in the order of commands.
+Unpickling is safe, because all ranks are processes of one engine and no other process can open the
+sockets.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _NUM_KEPT = 16  # commands whose early errors are kept; fewer steps are in fligh
 
 @dataclass(frozen=True, slots=True)
 class Sent(Generic[_R]):
-    """A handle of a command that was sent, the `number`-th of its channel. Answers are `_R`s."""
+    """A command that was sent, identified by its number on the channel. Answers have the type
+    `_R`."""
 
     number: int
 
@@ -47,14 +50,13 @@ class Received:
 class LeadChannel:
     """Rank 0's end of the wires to all other ranks. One thread at a time may wait for answers.
 
-    After a LockstepError or `close`, every `send`, wait and check raises LockstepError: the state
-    of a rank that missed its deadline is unknown. The owner may set `on_failure`, which is called
-    once, with the reason of the first failure.
-    """
+    After a LockstepError or `close`, every later call that sends, waits or checks raises
+    LockstepError, because the state of a rank is unknown. `on_failure`, which the owner may set, is
+    called once with the reason of the first failure."""
 
     def __init__(self, wires: Mapping[str, Wire], *, timeout_s: float) -> None:
-        """`wires` has the wire to each rank, in the order of ranks, by the rank's name in errors.
-        `timeout_s` is the deadline to send a command, and to receive its answers."""
+        """`wires` holds the wires to ranks 1, 2, ... by the rank's name in error messages.
+        `timeout_s` is the deadline in seconds to send a command, and to receive its answers."""
         self._wires, self.timeout_s = dict(wires), timeout_s
         self.on_failure: Callable[[str], None] = lambda reason: None
         self._num_sent = 0
@@ -66,7 +68,7 @@ class LeadChannel:
     def send(
         self, command: Callable[Concatenate[Any, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> Sent[_R]:
-        """Send a command to all other ranks: each calls it with its own object and the arguments.
+        """Send a command to all other ranks, which call it with their own object and the arguments.
         Raises LockstepError if a rank has ended or does not read the command in time."""
         self.require()
         message = pickle.dumps((command, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
@@ -76,7 +78,7 @@ class LeadChannel:
             try:
                 wire.send(message, self.timeout_s)
             except TimeoutError:
-                what = f"{name} took no command ({command.__name__})"
+                what = f"{name} read no command ({command.__name__})"
                 raise self.fail(f"{what} for {self.timeout_s:g} s") from None
             except WireClosedError as error:
                 why = self._leave_reason(wire) or str(error)
@@ -88,7 +90,7 @@ class LeadChannel:
         return Sent(self._num_sent)
 
     def _leave_reason(self, wire: Wire) -> str:
-        """Return the reason that a rank sent with `leave`; "" if it sent none."""
+        """Return the reason that a rank sent with `FollowerChannel.leave`, or ""."""
         with suppress(TimeoutError, WireClosedError):
             while True:
                 answer = pickle.loads(wire.receive(0.0))
@@ -97,8 +99,9 @@ class LeadChannel:
         return ""
 
     def results(self, sent: Sent[_R], timeout_s: float | None = None) -> list[_R]:
-        """Wait for the results of a command; return them in the order of ranks. Raises the first
-        rank's error if the command failed on a rank, and as `answers` does."""
+        """Wait for the results of a command, and return them in the order of ranks. If the command
+        failed on a rank, raises the first such rank's error. Raises LockstepError as `answers`
+        does."""
         answers = self.answers(sent, timeout_s)
         raise_first(answers)
         return answers
@@ -106,14 +109,16 @@ class LeadChannel:
     def answers(
         self, sent: Sent[Any] | None = None, timeout_s: float | None = None, what: str = "answer"
     ) -> list[Any]:
-        """Wait for the answers to a command, by default the latest; return them in rank order.
+        """Wait for the answers to a command, by default the latest, and return them in the order of
+        ranks.
 
-        A rank's answer is its result, or the RolloutError that the command raised there. Answers to
-        earlier commands arrive first: their results are dropped, and recent errors are kept for a
-        later call with their command. An answer that was dropped or returned before is None.
-        Raises LockstepError if a rank ends or does not answer in time: within `timeout_s`, None for
-        the channel's own. The error then says that the rank "did not `what` in time".
-        """
+        An answer is the command's result on the rank, or the RolloutError that the command raised
+        there. An answer that was dropped or returned before is None. Results of earlier commands,
+        which arrive first, are dropped. Recent errors of earlier commands are kept for a later call
+        that names the command.
+
+        `timeout_s` None means the channel's own deadline. Raises LockstepError if a rank ends or
+        does not answer in time. The error then says that the rank "did not `what` in time"."""
         self.require()
         number = self._num_sent if sent is None else sent.number
         timeout_s = timeout_s or self.timeout_s
@@ -145,7 +150,7 @@ class LeadChannel:
         self._early_errors[name, now] = error
 
     def check(self) -> None:
-        """Raise LockstepError if a rank has ended, or if the channel has failed before."""
+        """Raise LockstepError if a rank has ended, or if the channel has failed or is closed."""
         self.require()
         for name, wire in self._wires.items():
             if wire.is_closed():
@@ -157,16 +162,16 @@ class LeadChannel:
             raise LockstepError(*self._failure.args) from self._failure
 
     def fail(self, reason: str) -> LockstepError:
-        """Make later calls raise a LockstepError with this reason, and return it. Only the first
-        failure counts; it calls `on_failure`."""
+        """Make later calls raise a LockstepError with `reason`, and return that error. Only the
+        first failure counts, and calls `on_failure`."""
         if self._failure is None:
             self._failure = LockstepError(f"{reason}; create a new engine")
             self.on_failure(reason)
         return self._failure
 
     def end(self, error: BaseException) -> None:
-        """Send `error`, which the other ranks' `receive` raises instead of a command; then close. A
-        rank that may have received half of a command is not sent anything."""
+        """Send `error` to the other ranks, whose `receive` raises it, and close the channel. A rank
+        that may have received half of a command gets nothing."""
         message = pickle.dumps((None, (encode_error(error),), {}), pickle.HIGHEST_PROTOCOL)
         for name in self._wires.keys() - self._cut_off:
             with suppress(TimeoutError, WireClosedError):
@@ -182,21 +187,19 @@ class LeadChannel:
 
 
 class FollowerChannel:
-    """The end of the wire at a rank other than 0."""
+    """The end of the wire at a rank other than 0, which receives commands and answers them."""
 
     def __init__(self, rank: int, wire: Wire) -> None:
         self._rank, self._wire = rank, wire
 
     def receive(self, timeout_s: float | None = None) -> Received:
-        """Wait for the next command; `timeout_s` None means no deadline.
-
-        Raises LockstepError if rank 0 has ended or sends nothing in time, and the error that rank 0
-        has sent with `LeadChannel.end`.
-        """
+        """Wait for the next command. `timeout_s` None means no deadline. Raises LockstepError if
+        rank 0 has ended or sends nothing in time. Raises the error that rank 0 has sent with
+        `LeadChannel.end`."""
         try:
             command, args, kwargs = pickle.loads(self._wire.receive(timeout_s))
         except TimeoutError:
-            raise LockstepError(f"rank 0 gave no command for {timeout_s:g} s") from None
+            raise LockstepError(f"rank 0 sent no command for {timeout_s:g} s") from None
         except WireClosedError as error:
             raise LockstepError(f"rank 0 has ended ({error})") from error
         if command is None:
@@ -227,15 +230,15 @@ class FollowerChannel:
                 self.receive(0.0)  # raises the error that rank 0 has sent, else LockstepError
 
     def leave(self, reason: str) -> None:
-        """Send rank 0 the reason why this rank will not answer any more; then close. A second call
-        does nothing."""
+        """Tell rank 0 why this rank will answer no more, and close the wire. A second call does
+        nothing."""
         with suppress(TimeoutError, WireClosedError):
             self._wire.send(pickle.dumps(LockstepError(reason)), _LEAVE_TIMEOUT_S)
         self._wire.close()
 
 
 def raise_first(answers: Sequence[Any]) -> None:
-    """Raise the first of `answers` that is a RolloutError; return if there is none."""
+    """Raise the first RolloutError among `answers`. Return if there is none."""
     for answer in answers:
         if isinstance(answer, RolloutError):
             raise answer

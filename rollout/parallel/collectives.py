@@ -1,9 +1,9 @@
 """Collectives: sums and gathers over the ranks of one engine.
 
-Used by the backends and CUDA graph capture, the model's layers and output head, the worker
-(`any_rank`) and `rollout.tensor_parallel`. OneRank serves an engine of one rank. GroupCollectives
-serves a torch.distributed group, and `rollout.parallel.shared_collectives` serves ranks that share
-memory; `rollout.backends.process_groups` makes these two.
+Used by `rollout.backends`, `rollout.layers`, `rollout.models`, `rollout.worker` and
+`rollout.tensor_parallel`. OneRank serves an engine of one rank. `rollout.backends.process_groups`
+makes GroupCollectives over a torch.distributed group, or SharedCollectives
+(`rollout.parallel.shared_collectives`) over shared memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class CollectiveAbortedError(Exception):
-    """Raised in a collective because another rank has failed. That rank raises the cause."""
+    """Another rank has failed and aborted a collective. The other rank raises the cause."""
 
 
 class Collectives(Protocol):
-    """One rank's access to collective operations.
+    """Protocol of one rank's access to collective operations.
 
-    All ranks call them in the same order and with the same shapes, each from one thread. A call
-    returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`, and
-    LockstepError if a rank ends or does not call in time. GroupCollectives differs as it says.
-    """
+    All ranks make the same calls with the same shapes, in the same order, each from one thread. A
+    call returns when all ranks have made it. It raises CollectiveAbortedError after an `abort`, and
+    LockstepError if a rank ends or does not call in time. GroupCollectives raises them in other
+    cases."""
 
     @property
     def rank(self) -> int:
@@ -59,11 +59,12 @@ class Collectives(Protocol):
         ...
 
     def abort(self) -> None:
-        """Make calls raise on the other ranks, because this rank has failed and will not join."""
+        """Make calls of the other ranks raise, because this rank has failed and will not join
+        them."""
         ...
 
     def reset(self) -> None:
-        """Allow calls again after an `abort`. Rank 0 resets first; no rank may be in a call. Raises
+        """Allow calls again after an `abort`. Rank 0 resets first. No rank may be in a call. Raises
         LockstepError if these collectives cannot be used again."""
         ...
 
@@ -73,7 +74,7 @@ class Collectives(Protocol):
 
 
 class OneRank:
-    """`Collectives` of a single rank: a sum is `x` itself."""
+    """`Collectives` of a single rank, where a sum is `x` itself."""
 
     rank, size, wait_seconds = 0, 1, 0.0
 
@@ -84,20 +85,21 @@ class OneRank:
         return x[None]
 
     def abort(self) -> None:
-        """Do nothing: there is no other rank."""
+        """Do nothing, since there is no other rank."""
 
     def reset(self) -> None:
-        """Do nothing: nothing was aborted."""
+        """Do nothing, since nothing was aborted."""
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, since no resource is held."""
 
 
 ONE_RANK = OneRank()
 
 
 def any_rank(collectives: Collectives, is_so: bool, device: torch.device) -> bool:
-    """Return whether `is_so` is true on any rank. A collective; waits for `device`."""
+    """Return whether `is_so` is true on any rank. All ranks must call it. With several ranks it
+    waits for `device`."""
     if collectives.size == 1:
         return is_so
     return bool(collectives.all_reduce_(torch.tensor([int(is_so)], device=device)).item())
@@ -107,14 +109,13 @@ class GroupCollectives:
     """`Collectives` over a process group of torch.distributed: gloo or NCCL.
 
     With NCCL a call returns at once, and the device's stream waits for the other ranks. After
-    `abort` the calls of the aborting rank raise CollectiveAbortedError, and the calls of the others
+    `abort`, calls of the aborting rank raise CollectiveAbortedError. Calls of other ranks then
     raise LockstepError, at their deadline at the latest. After an `abort` or a failed call, `reset`
-    raises LockstepError.
-    """
+    raises LockstepError."""
 
     def __init__(self, group: Any, *, timeout_s: float) -> None:
         """`group` is a torch.distributed process group, which the caller owns. `timeout_s` is the
-        deadline of each gloo call; an NCCL group has its own deadline."""
+        deadline of each gloo call. An NCCL group has its own deadline."""
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -165,4 +166,4 @@ class GroupCollectives:
             )
 
     def close(self) -> None:
-        """Do nothing: the caller owns the group."""
+        """Do nothing, since the caller owns the group."""

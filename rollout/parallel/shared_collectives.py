@@ -1,7 +1,7 @@
 """SharedCollectives: sums and gathers over ranks of one machine, through shared memory.
 
-Used by RankRendezvous, which makes one for each rank of an engine on a CPU. Writes to the shared
-memory only. Shape letters: P parity, R ranks, N elements or bytes.
+Used by `rollout.backends.process_groups`, which makes one for each rank of an engine on a CPU. It
+writes to the shared memory. Shape letters: P parity, R ranks, N elements or bytes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Semaphores:
-    """POSIX semaphores in shared memory, one in every SEMAPHORE_BYTES bytes of `bytes_N`.
-
-    A wait returns only after the writes that precede the matching post are visible to the waiting
-    process (POSIX 4.12, memory synchronization).
-    """
+    """POSIX semaphores in shared memory, one in every SEMAPHORE_BYTES bytes of `bytes_N`. A wait
+    returns only after the writes before the matching post are visible to the waiting process (POSIX
+    4.12, memory synchronization)."""
 
     def __init__(self, bytes_N: Tensor) -> None:
         self._bytes_N, start = bytes_N, bytes_N.data_ptr()
@@ -80,7 +78,7 @@ class Semaphores:
 
 def shared_by_ranks(size: int) -> SharedMemory:
     """Return new shared memory for `size` ranks, with all semaphores at 0. Raises ConfigError if
-    the system cannot provide it."""
+    the system cannot provide the memory."""
     parts = _parts_of(size)
     memory = SharedMemory(sum(parts))
     Semaphores(memory.bytes_N.split(parts)[1]).reset()
@@ -88,18 +86,13 @@ def shared_by_ranks(size: int) -> SharedMemory:
 
 
 def _parts_of(size: int) -> list[int]:
-    """Return the sizes in bytes of the abort flag, the semaphores and the slots, in this order."""
+    """Return the sizes in bytes of the abort flag, the semaphores and the slots."""
     return [_FLAG_BYTES, size * size * SEMAPHORE_BYTES, 2 * size * _SLOT_BYTES]
 
 
 class SharedCollectives:
-    """Implements `Collectives`. Each rank writes its values to its own slot, waits for all others
-    at a barrier, and then sums all slots in the order of ranks.
-
-    One barrier per call is enough, because each rank has two slots, which calls use alternately.
-    Before a rank writes to a slot again, it passes the barrier of the call on the other slot, which
-    the other ranks reach only after they have read the first slot.
-    """
+    """`Collectives` in which each rank writes its values to its own slot of shared memory. A rank
+    then waits for all others at a barrier, and sums or gathers the slots in the order of ranks."""
 
     def __init__(
         self,
@@ -111,7 +104,8 @@ class SharedCollectives:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`memory_N` is the memory that `shared_by_ranks` made, the same for all ranks. `timeout_s`
-        is how long this rank waits for another. `check` is called while it waits, and may raise."""
+        limits how long this rank waits for another rank. `check` is called while it waits, and may
+        raise."""
         self.rank, self.size = rank, size
         self._timeout_s, self._check = timeout_s, check
         self.wait_seconds = 0.0
@@ -155,20 +149,22 @@ class SharedCollectives:
         return (flat_N,) if flat_N.numel() <= most else flat_N.split(most)
 
     def _exchange(self, part_N: Tensor) -> Tensor:
-        """Write this rank's part and return the parts of all ranks, [R, N], a view of the slots.
-        The view is valid until the second call after this one."""
+        """Write this rank's part, and return the parts of all ranks, [R, N]. The result is a view
+        of the slots, which is valid until the second call after this one."""
         slots_PRN = self._typed.get(part_N.dtype)
         if slots_PRN is None:
             slots_PRN = self._typed[part_N.dtype] = self._slots_PRN.view(part_N.dtype)
         slots_RN = slots_PRN[self._parity, :, : part_N.numel()]
         slots_RN[self.rank].copy_(part_N)
+        # Calls use two slots in turn, so one barrier per call is enough: a rank writes to a slot
+        # again only after the next call's barrier, which others reach after reading the slot.
         self._parity ^= 1
         self._barrier()
         return slots_RN
 
     def _barrier(self) -> None:
-        """Wait until all ranks have called this. Raises CollectiveAbortedError after an `abort`,
-        LockstepError after the timeout, and what `check` raises."""
+        """Wait until all ranks have called this method. Raises CollectiveAbortedError after an
+        `abort`, LockstepError after the timeout, and what `check` raises."""
         self._semaphores.post(self._posts)
         start = time.perf_counter()
         for index, other in self._waits:
@@ -201,4 +197,4 @@ class SharedCollectives:
             self._is_aborted[0] = 0
 
     def close(self) -> None:
-        """Do nothing: the memory belongs to the caller."""
+        """Do nothing, since the memory belongs to the caller."""

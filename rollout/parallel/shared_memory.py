@@ -1,10 +1,9 @@
 """Files mapped into the memory of several processes of one machine. Linux only.
 
-MappedFile writes a file through memory, and functions lock a file for readers or a writer. Both
-serve ReusableFile (`rollout.models.checkpoints.writer`) and the shared weight transport.
-SharedMemory is memory that all ranks of an engine write to; `rollout.backends.process_groups` makes
-it for SharedCollectives. TensorFile writes tensors to an anonymous file, and SharedTensors reads
-them: for the shared weight transport and for updates of tensor-parallel ranks.
+Used by `rollout.models.checkpoints.writer` and `rollout.weights.transports.shared` (MappedFile,
+TensorFile and locks), by `rollout.backends.process_groups` and
+`rollout.parallel.shared_collectives` (SharedMemory), and by `rollout.tensor_parallel.update_source`
+(SharedTensors). It creates anonymous files, and writes and locks files.
 """
 
 from __future__ import annotations
@@ -29,30 +28,26 @@ _ALIGNMENT = 64  # bytes
 
 
 class MappedFile:
-    """A file that is written through mapped memory, and can be rewritten without mapping it again.
-
-    Rewriting reuses the file's pages. In a new file page faults and zeroing would take longer than
-    copying the bytes. The caller owns and closes the descriptor.
-    """
+    """A file that is written through mapped memory, and rewritten without mapping it again. The
+    caller owns and closes the file's descriptor."""
 
     def __init__(self, descriptor: int, capacity: int) -> None:
-        """Map an open, empty file. It may grow to `capacity` bytes, but not beyond this process's
-        limit on file sizes. Takes no memory yet. Raises OSError."""
+        """Map an open, empty file, which may grow to `capacity` bytes. Takes no memory yet. The
+        process's limit on file sizes lowers the capacity. Raises OSError."""
         self._descriptor = descriptor
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY:
             capacity = min(capacity, limit)
         os.ftruncate(descriptor, capacity)
+        # Rewriting reuses the pages: in a new file faults and zeroing take longer than copying.
         self._bytes_N = torch.frombuffer(mmap.mmap(descriptor, capacity), dtype=torch.uint8)
         os.ftruncate(descriptor, 0)
         self._num_allocated = 0
 
     def room(self, start: int, num_bytes: int) -> Tensor:
         """Return bytes [start, start + num_bytes) of the file for writing: uint8 [num_bytes].
-
-        Their memory is allocated first, because a write without memory would kill the process.
-        Raises OSError if there is no memory, or beyond the capacity.
-        """
+        Raises OSError if there is no memory for them, or if they are beyond the capacity."""
+        # Memory is allocated first: a write without memory would kill the process.
         end = start + num_bytes
         if end > self._num_allocated:
             capacity = len(self._bytes_N)
@@ -78,13 +73,14 @@ class MappedFile:
 
 
 def lock_for_reading(descriptor: int) -> None:
-    """Take a shared lock. It is held until every copy of the descriptor is closed. Raises
+    """Take a shared lock, which is held until every copy of the descriptor is closed. Raises
     BlockingIOError if a writer holds the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def lock_for_writing(descriptor: int) -> bool:
-    """Take the exclusive lock, until `unlock`. Return False if a reader or a writer holds it."""
+    """Take the exclusive lock until `unlock`. Returns False if a reader or a writer holds a
+    lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,16 +89,13 @@ def lock_for_writing(descriptor: int) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Release the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def map_for_reading(descriptor: int, num_bytes: int) -> Tensor:
     """Return a view of the first bytes of a file, uint8 [num_bytes]. Writes do not reach the file.
-
-    Takes over the descriptor, with its lock: closes it when the last view is gone, and on an error.
-    Raises OSError or ValueError if the file cannot be mapped.
-    """
+    Takes over the descriptor and its lock, and closes the descriptor when the last view is gone.
+    Raises OSError or ValueError, and closes the descriptor, if the file cannot be mapped."""
     try:
         # Private: torch needs writable memory, but the file must not be written to.
         region = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE)
@@ -117,11 +110,9 @@ def map_for_reading(descriptor: int, num_bytes: int) -> Tensor:
 
 
 class SharedMemory:
-    """Memory that several processes of one machine share. Linux only.
-
-    `bytes_N`, uint8, is the same memory in all processes that opened `address`. It has no file
-    name: the system frees it when the last process has ended.
-    """
+    """Memory that several processes of one machine share. Linux only. `bytes_N`, uint8, is the same
+    memory in all processes that opened `address`. The system frees the memory when the last process
+    has ended."""
 
     def __init__(self, num_bytes: int) -> None:
         """Map `num_bytes` zero bytes. Pages take memory when they are written to. Raises
@@ -142,15 +133,15 @@ class SharedMemory:
         self.address = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Close the descriptor: no further process can open the memory. Processes that have
-        opened it keep it. A second call does nothing."""
+        """Close the descriptor, so that no further process can open the memory. Processes that have
+        opened the memory keep it. A second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def open_shared(address: str) -> Tensor:
-    """Return the bytes of the SharedMemory at `address`. The process that made it must be running
+    """Return the bytes of the SharedMemory at `address`. The process that made it must be running,
     and must not have closed it. Raises LockstepError if the memory cannot be opened."""
     try:
         descriptor = os.open(address, os.O_RDWR | os.O_CLOEXEC)
@@ -173,7 +164,7 @@ def _mapped(descriptor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a tensor in a file: its first byte, dtype and shape."""
+    """Place of a tensor in a file. `start` is the offset of its first byte."""
 
     start: int
     dtype: torch.dtype
@@ -190,15 +181,13 @@ class Place:
 
 
 class SharedTensors(dict[str, Tensor]):
-    """Tensors by name: views of `places` in the file at `address`. Writes do not reach the file.
-
-    A shared lock is held while a view exists, so that the writer does not rewrite the file. Other
-    processes can open the file meanwhile.
-    """
+    """Tensors by name, which are views of `places` in the file at `address`. Writes do not reach
+    the file. A shared lock is held while a view exists, so that the writer does not rewrite the
+    file. Other processes can open the file meanwhile."""
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open and map the TensorFile at `address`, which its process has not closed. Raises
-        WeightUpdateError if it cannot be opened or is being written."""
+        """Open and map the TensorFile at `address`, which must not be closed. Raises
+        WeightUpdateError if the file cannot be opened or is being written."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
             num_bytes = max((place.end for place in places.values()), default=0)
@@ -212,11 +201,9 @@ class SharedTensors(dict[str, Tensor]):
     def of_descriptor(
         cls, descriptor: int, num_bytes: int, places: Mapping[str, Place]
     ) -> SharedTensors:
-        """Map the first `num_bytes` of an open file. Takes over the descriptor.
-
-        Raises OSError or ValueError if the file cannot be mapped or a writer holds its lock, and
-        WeightUpdateError if a place does not fit the file.
-        """
+        """Map the first `num_bytes` of an open file. Takes over the descriptor. Raises OSError or
+        ValueError if the file cannot be mapped or a writer holds its lock. Raises WeightUpdateError
+        if a place does not fit the file."""
         shared = cls.__new__(cls)
         shared._map(descriptor, num_bytes, places)
         return shared
@@ -237,15 +224,13 @@ class SharedTensors(dict[str, Tensor]):
 
 
 class TensorFile:
-    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, and records `places`.
-    After `cut` and until `close`, other processes can open the file by `address`."""
+    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, and records their
+    `places`. After `cut` and until `close`, other processes can open the file by `address`."""
 
     def __init__(self, name: str, flags: int = 0) -> None:
-        """Create the file. `flags` are flags of memfd_create in addition to MFD_CLOEXEC.
-
-        Raises ConfigError if the system has no memfd_create, and OSError if the file cannot be
-        made or mapped.
-        """
+        """Create the file. `flags` are flags of memfd_create in addition to MFD_CLOEXEC. Raises
+        ConfigError if the system has no memfd_create, and OSError if the file cannot be made or
+        mapped."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("shared memory for weights needs Linux (memfd_create)")
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | flags)
@@ -262,8 +247,8 @@ class TensorFile:
         self.places, self.num_bytes = {}, first
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Return memory with the dtype and shape of `values`, and record its place. The caller
-        writes the values. Raises OSError as `bytes_at` does."""
+        """Return memory with the dtype and shape of `values`, and record its place under `name`.
+        The caller writes the values. Raises OSError if there is no memory."""
         start = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
         place = Place(start=start, dtype=values.dtype, shape=tuple(values.shape))
         bytes_N = self.bytes_at(start, place.end - start)
@@ -276,18 +261,17 @@ class TensorFile:
         return self._file.room(start, num_bytes)
 
     def cut(self) -> None:
-        """Set the file's size to the end of its last tensor; at least 1, as an empty file cannot be
-        mapped. Raises OSError."""
+        """Set the file's size to the end of its last tensor, at least 1 byte. Raises OSError."""
         self._file.cut(max(1, self.num_bytes))
 
     def close(self) -> None:
-        """Close the file: no further process can open it. Call once."""
+        """Close the file, so that no further process can open it. Call once."""
         os.close(self.descriptor)
 
 
 def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy named tensors from any device to a new TensorFile, and return views of it. Raises
-    ConfigError if the system has no shared memory, and OSError if there is no memory."""
+    """Copy named tensors from any device to a new TensorFile, and return views of the copies.
+    Raises ConfigError if the system has no shared memory, and OSError if there is no memory."""
     file = TensorFile("rollout-staging")
     try:
         for name, tensor in tensors:
@@ -299,5 +283,5 @@ def write_shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
 
 
 def _memory_bytes() -> int:
-    """Return this machine's memory in bytes, the most that a file in memory can have."""
+    """Return this machine's memory in bytes, which bounds a file in memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

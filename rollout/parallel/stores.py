@@ -1,8 +1,9 @@
-"""TCPStores of torch.distributed that listen at one address only.
+"""TCPStores of torch.distributed that listen at one address only, and clients of such stores.
 
-Used where processes find each other: the ranks of an engine (`rollout.backends.process_groups`),
-torchrun (`rollout.launch.torchrun`), the collective weight transport, and the receiver of
-broadcasts in `rollout.serve.control`."""
+Used by `rollout.backends.process_groups`, `rollout.launch.torchrun`,
+`rollout.weights.transports.collective` and `rollout.serve.control.receiver`, where processes
+exchange addresses. `open_store` opens a listening socket.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +16,9 @@ import torch.distributed as dist
 
 def open_store(host: str, timeout_s: float, port: int = 0) -> tuple[Any, int]:
     """Return a store that listens at `host` only, and its port. `port` 0 chooses a free port.
-
-    TCPStore itself would listen at every address of the machine, whatever host it is given.
-    Raises OSError if it cannot listen.
-    """
+    Raises OSError if it cannot listen."""
     distributed: Any = dist  # its type hints lack TCPStore
+    # TCPStore itself would listen at every address of the machine, whatever `host` is.
     listener = socket.create_server((host, port), family=_family(host))
     port = listener.getsockname()[1]
     return distributed.TCPStore(
@@ -33,11 +32,9 @@ def open_store(host: str, timeout_s: float, port: int = 0) -> tuple[Any, int]:
 
 
 def connect_store(host: str, port: int, timeout_s: float, num_clients: int | None = None) -> Any:
-    """Return a client of the store at `host` and `port`.
-
-    If the store waits until a number of clients have connected, `num_clients` is that number; None
-    if it does not wait. Raises RuntimeError if the store does not answer within `timeout_s`.
-    """
+    """Return a client of the store at `host` and `port`. `num_clients` is the number of clients for
+    which the store waits, or None if it waits for none. Raises RuntimeError if the store does not
+    answer within `timeout_s`."""
     distributed: Any = dist
     return distributed.TCPStore(
         host,

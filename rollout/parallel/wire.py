@@ -1,8 +1,8 @@
 """Wire: messages between two processes of one machine, with deadlines. Linux only.
 
-The channels of `rollout.parallel.channel` send commands and answers over Wires.
-`rollout.tensor_parallel.start` connects them: by socket pairs to the processes that it starts, and
-by RankListener and `wire_to_lead` to ranks that run in a trainer's processes.
+Used by `rollout.parallel.channel`, which sends commands over Wires, and by
+`rollout.tensor_parallel.start`, which connects them. Child processes get one end of a socket pair.
+Ranks in a trainer's processes use RankListener and `wire_to_lead`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _RANK = struct.Struct("<I")
 
 
 class WireClosedError(Exception):
-    """Raised by a Wire whose other end is closed."""
+    """The other end of a Wire is closed."""
 
 
 class Wire(Protocol):
-    """One end of a connection. Messages arrive in order, whole or not at all."""
+    """Protocol of one end of a connection. Messages arrive in order, whole or not at all."""
 
     def send(self, message: bytes, timeout_s: float | None) -> None:
         """Send a message. `timeout_s` None means no deadline. Raises TimeoutError if the other end
-        does not read in time, and WireClosedError if it is closed."""
+        does not read in time, and WireClosedError if that end is closed."""
         ...
 
     def receive(self, timeout_s: float | None) -> bytes:
-        """Wait for the next message. `timeout_s` None means no deadline. Raises TimeoutError if
-        none arrives in time, and WireClosedError if the other end is closed."""
+        """Wait for the next message. `timeout_s` None means no deadline. Raises TimeoutError if no
+        message arrives in time, and WireClosedError if the other end is closed."""
         ...
 
     def has_message(self) -> bool:
@@ -48,12 +48,12 @@ class Wire(Protocol):
         ...
 
     def close(self) -> None:
-        """Close this end; the other end gets WireClosedError. A second call does nothing."""
+        """Close this end. The other end gets WireClosedError. A second call does nothing."""
         ...
 
 
 class SocketWire:
-    """Implements `Wire` over a connected stream socket, which it owns."""
+    """`Wire` over a connected stream socket, which it owns."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -88,7 +88,8 @@ class SocketWire:
         return message
 
     def _end_of_message(self) -> int | None:
-        """Return the offset at which the first received message ends; None if it is incomplete."""
+        """Return the offset at which the first received message ends, or None if it is
+        incomplete."""
         if len(self._received) < _HEADER.size:
             return None
         end: int = _HEADER.size + _HEADER.unpack_from(self._received)[0]
@@ -110,13 +111,13 @@ class SocketWire:
             return True
 
     def send_socket(self, passed: socket.socket) -> None:
-        """Send an open socket to the other end's `receive_socket`. For Unix sockets only. Raises
+        """Send an open socket to the other end's `receive_socket`. For Unix sockets. Raises
         OSError."""
         socket.send_fds(self._socket, [b"\0"], [passed.fileno()])
 
     def receive_socket(self, timeout_s: float) -> socket.socket:
         """Return the socket that the other end sends with `send_socket`. Raises WireClosedError if
-        the other end is closed or sends none within `timeout_s`."""
+        the other end is closed or sends no socket within `timeout_s`."""
         self._socket.settimeout(timeout_s)
         try:
             _, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
@@ -134,16 +135,15 @@ class SocketWire:
 
 
 def this_machine() -> str:
-    """Return the host name and boot id, which together identify this machine."""
+    """Return text that identifies this machine: its host name and boot id."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} ({file.read().strip()})"
 
 
 class RankListener:
-    """Accepts the connections of the other ranks at rank 0.
-
-    `address` is the name of an abstract Unix socket, which only processes of this machine can
-    reach. Only processes of the same user are accepted."""
+    """Accepts the connections of the other ranks at rank 0. `address` is the name of an abstract
+    Unix socket, which only processes of this machine can reach. Only processes of this process's
+    user are accepted."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -152,8 +152,9 @@ class RankListener:
         self.address: bytes = self._socket.getsockname()
 
     def wires(self, size: int, timeout_s: float) -> list[SocketWire]:
-        """Wait until ranks 1 to `size` - 1 have connected, and return their wires in rank order.
-        Raises LockstepError naming the ranks that do not connect within `timeout_s`."""
+        """Wait until ranks 1 to `size` - 1 have connected, and return their wires in the order of
+        ranks. Raises LockstepError, naming the missing ranks, if a rank does not connect within
+        `timeout_s`."""
         wires: dict[int, SocketWire] = {}
         deadline = time.monotonic() + timeout_s
         while len(wires) < size - 1:
@@ -179,7 +180,7 @@ class RankListener:
 
 
 def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
-    """Return a wire that connects `rank` to the RankListener at `address`. Raises ConfigError if it
+    """Return a wire from `rank` to the RankListener at `address`. Raises ConfigError if `rank`
     cannot connect, or if another user listens there."""
     connecting = socket.socket(socket.AF_UNIX)
     try:
@@ -199,6 +200,5 @@ def wire_to_lead(address: bytes, rank: int, timeout_s: float) -> SocketWire:
 
 
 def _is_own_user(connected: socket.socket) -> bool:
-    """Return whether the other end's process has this process's user id."""
     found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -1,8 +1,12 @@
-"""Requests as data: prompt and result, events, records over checkpoints, and new tokens."""
+"""Requests as data: prompts, results, events, and records of their history.
+
+Used by users, `rollout.cli` and `trainer_hooks`. Each name's module is imported at the first use of
+the name.
+"""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> its names in this package. The stub beside this file has the same.
+# Module -> the names that this package exports from it. The stub beside this file lists the same.
 _HOMES = {
     "rollout.requests.block_hash": "HASH_BASE HASH_PRIME compute_block_hashes_batched",
     "rollout.requests.codec": "deserialize_tensor serialize_tensor",

@@ -1,7 +1,7 @@
-"""Hashes of a prompt's blocks.
+"""Hashes of a prompt's KV blocks.
 
-`rollout.coordinator.core.dispatcher` routes requests by them to engines with the prefix in cache.
-`rollout.requests.dynamic_request` stores them as `precomputed_block_hashes`.
+`rollout.coordinator.core.dispatcher` uses them to route requests to engines that have the prefix in
+cache. `rollout.requests.dynamic_request` stores them as `precomputed_block_hashes`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ HASH_BASE = 31
 
 
 def compute_block_hashes_batched(prompt_tokens: npt.ArrayLike, block_size: int) -> list[int]:
-    """Return one hash in [1, HASH_PRIME] per complete block of `prompt_tokens` [num_tokens], a
-    tensor on any device, an array or a list.
+    """Return one hash in [1, HASH_PRIME] per complete block of `prompt_tokens` [num_tokens].
 
-    Each hash covers its block and all blocks before it. A trailing partial block is ignored.
-    The hash is linear and collides. It is for routing and must never decide which KV is reused.
-    Raises ConfigError unless block_size >= 1.
+    `prompt_tokens` is a list, an array, or a tensor on any device. Each hash covers its block and
+    all blocks before it. A trailing partial block is ignored. Equal hashes do not prove equal
+    tokens, so use the hash only for routing. Raises ConfigError unless block_size >= 1.
     """
     if block_size < 1:
         raise ConfigError(f"block_size={block_size} must be at least 1 token")
@@ -38,11 +37,9 @@ def compute_block_hashes_batched(prompt_tokens: npt.ArrayLike, block_size: int) 
 
 
 def _token_hashes(tokens_BS: np.ndarray) -> list[int]:
-    """Return the hash of each of B blocks of S tokens alone, without the blocks before it.
-
-    The hash is in [0, HASH_PRIME). It is a polynomial in HASH_BASE over int64, whose products, sums
-    and powers wrap around in two's complement.
-    """
+    """Return the hash of each of B blocks of S tokens, independent of the blocks before it. The
+    hash is in [0, HASH_PRIME). It is a polynomial in HASH_BASE over int64, whose products, sums and
+    powers wrap around in two's complement."""
     bases = np.full(tokens_BS.shape[1], HASH_BASE, dtype=np.int64)
     bases[0] = 1
     powers_S = np.cumprod(bases) % HASH_PRIME

@@ -1,7 +1,7 @@
-"""Encodes the fields of requests for msgpack, and decodes them: tensors, spans, params, top-n.
+"""Encodes the fields of requests for msgpack, and decodes them.
 
-Used by `rollout.requests.request`, `rollout.requests.dynamic_request` and `rollout.requests.record`
-to serialize. Users import serialize_tensor and deserialize_tensor from `rollout`.
+Used by `rollout.requests.request`, `rollout.requests.dynamic_request` and
+`rollout.requests.record`. `rollout` exports serialize_tensor and deserialize_tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _TENSOR_KEYS = frozenset({"dtype", "shape", "data"})
 
 
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return the values of `tensor` as nested lists. Shape is kept, dtype is not."""
+    """Return the values of `tensor` as nested lists, which keep the shape but not the dtype."""
     values: list[Any] = tensor.tolist()
     return values
 
 
 def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
-    """Return nested lists as a tensor of torch's default dtype for their values."""
+    """Return nested lists as a tensor with torch's default dtype for their values."""
     return torch.tensor(tensor_as_list)
 
 
@@ -45,7 +45,7 @@ def encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
-    """Return the CPU tensor that `encode_tensor` wrote. Raises ProtocolError for an unknown dtype
+    """Return the CPU tensor that `encode_tensor` encoded. Raises ProtocolError for an unknown dtype
     or a wrong number of bytes."""
     dtype = getattr(torch, str(encoded["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
@@ -64,14 +64,14 @@ def decode_tensor(encoded: Mapping[str, Any]) -> torch.Tensor:
 
 
 def encode_value(value: Any) -> Any:
-    """Return a tensor encoded by `encode_tensor`, a list as a copy, any other value as it is."""
+    """Encode a tensor with `encode_tensor`, copy a list, and return any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return encode_tensor(value)
     return list(value) if isinstance(value, list) else value
 
 
 def decode_value(encoded: Any) -> Any:
-    """Return the value that `encode_value` wrote."""
+    """Return the value that `encode_value` encoded."""
     if isinstance(encoded, list):
         return list(encoded)
     is_tensor = isinstance(encoded, dict) and encoded.keys() == _TENSOR_KEYS
@@ -79,12 +79,13 @@ def decode_value(encoded: Any) -> Any:
 
 
 def encode_top_n(top_n: TopN) -> list[list[list[Any]] | None]:
-    """Return each token's dictionary as [key, log-prob] pairs: msgpack allows no integer keys."""
+    """Return each token's dictionary as [key, log-prob] pairs."""
+    # msgpack allows no integer keys.
     return [None if row is None else [[key, row[key]] for key in row] for row in top_n]
 
 
 def decode_top_n(encoded: list[list[list[Any]] | None]) -> TopN:
-    """Return the dictionaries that `encode_top_n` wrote, in their order."""
+    """Return the dictionaries that `encode_top_n` encoded, in their order."""
     return [None if row is None else {key: value for key, value in row} for row in encoded]
 
 
@@ -104,15 +105,16 @@ SAMPLING_PARAMS = FieldCodec(SamplingParams.serialize, SamplingParams.deserializ
 
 @cache
 def _defaults(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the default of each field of a dataclass by name; fields without one are left out."""
+    """Return the default of each field of a dataclass by name, without fields that have no
+    default."""
     found = {field.name: field.default for field in dataclasses.fields(cls)}
     return {name: value for name, value in found.items() if value is not dataclasses.MISSING}
 
 
 @cache
 def _field_names(cls: type[Any]) -> Mapping[str, None]:
-    """Return the names of a dataclass's fields, in order. Cached: the look-up is slow."""
-    return dict.fromkeys(field.name for field in dataclasses.fields(cls))
+    """Return the names of a dataclass's fields, in order."""
+    return dict.fromkeys(field.name for field in dataclasses.fields(cls))  # slow, hence the cache
 
 
 def encode_fields(
@@ -122,11 +124,9 @@ def encode_fields(
     *,
     without_defaults: bool = False,
 ) -> dict[str, Any]:
-    """Return the encoded fields of a dataclass instance by name, except for fields in `without`.
-
-    A field without a codec is encoded by VALUE. `without_defaults`: fields with their default
-    values, which `decode_fields` restores, are left out.
-    """
+    """Return the encoded fields of a dataclass instance by name, except for fields in `without`. A
+    field that is not in `codecs` is encoded by VALUE. `without_defaults` leaves out fields with
+    their default values, which `decode_fields` restores."""
     encoded: dict[str, Any] = {}
     key: Any = type(instance)  # mypy takes no class for hashable
     stored = vars(instance)  # reading block hashes as an attribute would compute them
@@ -142,11 +142,9 @@ def encode_fields(
 
 
 def decode_fields(cls: type[T], encoded: Mapping[str, Any], codecs: Mapping[str, FieldCodec]) -> T:
-    """Return the instance of `cls` whose fields `encode_fields` wrote; absent fields take defaults.
-
-    Raises ProtocolError for an unknown, missing or unreadable field. A readable field with an
-    illegal value raises its own error.
-    """
+    """Return the instance of `cls` whose fields `encode_fields` encoded. Absent fields get their
+    defaults. Raises ProtocolError for an unknown, missing or unreadable field. A readable field
+    with an illegal value raises its own error."""
     key: Any = cls
     if unknown := sorted(encoded.keys() - _field_names(key)):
         raise ProtocolError(f"{cls.__name__} has no field {', '.join(unknown)}")

@@ -1,13 +1,12 @@
-"""The values that a request has of each token: TOKEN_COLUMNS, and how they are held in memory.
+"""TOKEN_COLUMNS: the values that a request has per token, and how they are held in memory.
 
-TOKEN_COLUMNS is the one list of these values. `rollout.requests` (records, token runs),
-`rollout.engine` (input and output processor) and `rollout.coordinator.protocol.packed` handle all
-values by it. A new column is an entry here, fields of the types that it names
-(DynamicInferenceRequest, TokenRun, TokenRuns), and the lines of OutputProcessor that compute it.
+`rollout.requests` (records, token runs), `rollout.engine` (input and output processor) and
+`rollout.coordinator.protocol.packed` loop over this list. To add a column, add an entry here, the
+fields that it names in DynamicInferenceRequest, TokenRun and TokenRuns, and the lines of
+OutputProcessor that compute it.
 
-A token takes 4 or 8 bytes in an array, and 32 to 40 in a list. An engine appends to `array.array`.
-A request that leaves it, or that another process sends, holds NumPy arrays, which become lists when
-they are read.
+An engine appends to `array.array`. A request that leaves an engine, or that another process sends,
+holds NumPy arrays. An array becomes a list when its field is read.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenColumn:
-    """A value that a request has of each generated token.
+    """A value that a request has for each generated token.
 
-    field: its field in DynamicInferenceRequest.
-    run_field: its field in TokenRun and TokenRuns. Empty: it is not reported while the request
-        runs.
-    typecode: type of the `array.array` to which an engine appends. Empty: it appends dictionaries
-        {token id: log-prob} to a list.
-    wanted_by: the field of SamplingParams that asks for it. Empty: every request has it.
-    placeholder: a tuple of the one value that stands for a missing one in a merged request. Empty:
-        missing values are left out.
-    prompt_field: the field in DynamicInferenceRequest with the same value of each prompt token.
-        Empty: there is none.
+    field: the column's field in DynamicInferenceRequest.
+    run_field: the column's field in TokenRun and TokenRuns; "" if the column is not reported while
+        the request runs.
+    typecode: type of the `array.array` to which an engine appends; "" for a list of dictionaries
+        {token id: log-prob}.
+    wanted_by: the field of SamplingParams that asks for the column; "" if every request has it.
+    placeholder: a tuple with the substitute for missing values in a merged request; () if missing
+        values are left out.
+    prompt_field: the field in DynamicInferenceRequest with the same value for prompt tokens; "" if
+        there is no such field.
     """
 
     field: str
@@ -52,7 +51,7 @@ class TokenColumn:
     prompt_field: str = ""
 
     def new(self) -> Any:
-        """Return an empty array or list to append to."""
+        """Return an empty array or list, to which an engine appends."""
         return array(self.typecode) if self.typecode else []
 
     def is_wanted(self, params: SamplingParams) -> bool:
@@ -94,7 +93,7 @@ PROMPT_FIELDS = tuple(column.prompt_field for column in TOKEN_COLUMNS if column.
 
 
 def _fields(*, are_numbers: bool) -> tuple[str, ...]:
-    """Return the fields of generated and of prompt tokens that hold numbers, or dictionaries."""
+    """Return the fields that hold numbers, or the fields that hold dictionaries, per token."""
     columns = [column for column in TOKEN_COLUMNS if bool(column.typecode) is are_numbers]
     names = [name for column in columns for name in (column.field, column.prompt_field)]
     return tuple(name for name in names if name)
@@ -113,11 +112,9 @@ else:
 
 
 class _ListWhenRead:
-    """Descriptor of a field that is held as an array until it is read for the first time.
-
-    From then on the request's own attribute is a list, which Python finds before this descriptor:
-    it has no `__set__`.
-    """
+    """Descriptor of a field that is held as an array until it is first read. The first read stores
+    a list as the request's own attribute. Python finds this attribute before the descriptor, which
+    has no `__set__`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -133,19 +130,18 @@ class _ListWhenRead:
 
 
 def lists_when_read(cls: type[T]) -> type[T]:
-    """Let instances of the dataclass `cls` hold its ARRAY_FIELDS as arrays. A class decorator."""
+    """Let instances of the dataclass `cls` hold their ARRAY_FIELDS as arrays until they are
+    read."""
     for name in ARRAY_FIELDS:
         setattr(cls, name, _ListWhenRead(name))
     return cls
 
 
 class ColumnStore:
-    """Base of DynamicInferenceRequest that holds arrays of fields not read as lists yet.
+    """Base of DynamicInferenceRequest. It holds the arrays of fields that were not read as lists
+    yet. Copies of a request share the arrays, which are never changed."""
 
-    Copies of a request share the arrays; nothing changes them.
-    """
-
-    # Replaced in each instance that has arrays.
+    # Each instance with arrays replaces it.
     _columns: ClassVar[Mapping[str, Array]] = MappingProxyType({})
 
     def column(self, name: str) -> Any:
@@ -154,10 +150,8 @@ class ColumnStore:
         return stored[name] if name in stored else self._columns[name]
 
     def hold_arrays(self) -> None:
-        """Let fields that are arrays now become lists when they are read.
-
-        Values of an `array.array`, which may still grow, are copied.
-        """
+        """Move fields that are arrays to the columns, from which the first read makes lists. An
+        `array.array`, which may still grow, is copied."""
         stored, taken = vars(self), {}
         for name in ARRAY_FIELDS:
             values = stored.get(name)
@@ -171,7 +165,7 @@ class ColumnStore:
 
 
 def as_array(values: Any) -> Array | None:
-    """Return a list or array of numbers as an array of equal numbers; None if no ArrayType can."""
+    """Return a list or array of numbers as an array of an ArrayType; None if no ArrayType fits."""
     if isinstance(values, list):
         types = set(map(type, values))
         if types != {int} and types != {float}:

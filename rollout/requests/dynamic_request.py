@@ -1,8 +1,8 @@
-"""DynamicInferenceRequest: a request and its result, from its entry or last checkpoint on.
+"""DynamicInferenceRequest: a request and its result, or one segment of the request.
 
-Users get one per request, merged by DynamicInferenceRequestRecord. InputProcessor makes it, and
-OutputProcessor alone writes it while an engine runs it. `rollout.apis`, `rollout.coordinator`,
-`rollout.serve` and `trainer_hooks` read it.
+`rollout.engine.input_processor` creates it, and only OutputProcessor writes it while an engine runs
+it. DynamicInferenceRequestRecord merges a request's segments into one object, which users get.
+`rollout.apis`, `rollout.coordinator`, `rollout.serve` and `trainer_hooks` read it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ _METADATA_TYPES: tuple[tuple[str, torch.dtype, bool], ...] = (
 
 
 class _BlockHashes:
-    """Descriptor of `precomputed_block_hashes`, which are computed at the first read.
-
-    Hashes that were set are returned as they are. The hashes of the prompt's complete blocks are
-    computed if prefix caching is on and the block size is known.
-    """
+    """Descriptor of `precomputed_block_hashes`, which are computed at the first read. Hashes that
+    were set are returned unchanged. Otherwise the hashes of the prompt's complete blocks are
+    computed if prefix caching is on and the block size is known."""
 
     def __get__(self, request: DynamicInferenceRequest | None, owner: type) -> Any:
         if request is None:
@@ -68,32 +66,32 @@ class _BlockHashes:
 @lists_when_read
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
-    """A segment of a request: a prompt, and the tokens generated until its end or a checkpoint.
+    """A segment of a request: a prompt, and the tokens generated until the end or a checkpoint.
 
-    Positions count over prompt + generated tokens. An engine that runs the request appends to
-    arrays instead of lists; a request that leaves it is `complete`. Values per token may be given
-    as NumPy arrays; they become lists when they are read.
+    Positions count over prompt and generated tokens. Values per token may be given as NumPy arrays,
+    which become lists when they are read. While an engine runs the request, these values are arrays
+    that grow.
 
-    prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError
-        unless it has one dimension.
-    finish_reason: stop | length | abort | error, or None while unfinished.
-    stop_reason: the id of `stop_token_ids`, or the stop word, that ended the request; None if an
-        end token, the length or anything else did.
-    num_cached_tokens: tokens of the prompt whose KV was found in the prefix cache; samples forked
-        from another sample have that sample's number. None before the prefill.
-    seed: the request's seed.
-    weights_version: the version under which the request entered.
-    policy_spans: the version that sampled each position; the prompt carries `weights_version`.
+    prompt_tokens: int64 [num_prompt_tokens]; a list is converted. Raises InvalidRequestError unless
+        it has one dimension.
+    finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
+    stop_reason: the id of `stop_token_ids`, or the stop word, that ended the request; None if
+        something else ended it, such as an end token or the length.
+    num_cached_tokens: prompt tokens whose KV was found in the prefix cache; None before the
+        prefill. Samples forked from another sample have that sample's number.
+    weights_version: the weights version under which the request entered.
+    policy_spans: the version that sampled each position. Positions of the original prompt have
+        `weights_version`.
     kv_spans: the version that wrote each position's KV; later positions are not written yet.
-    policy_clock, kv_clock: the versions that staleness is relative to, None until a record sets
-        them. completed_at_version, once set, replaces both.
+    policy_clock, kv_clock: the current versions from which staleness is counted; None until a
+        record sets them. `completed_at_version` replaces both once it is set.
     context_kv_version_min, context_kv_version_mean: for each generated token, the oldest and the
         mean KV version of the context that it attended to.
     latency, ttft: seconds from the request's entry to its end, and to its first token.
     routing_indices: the experts that computed each token, int16 [num_tokens - 1, layers with
-        experts, experts per token]. Row p belongs to the forward pass of position p; the last token
-        has no pass. Ids are the checkpoint's, without shared experts. Unknown rows are -1; a
-        segment may lack its last rows. None unless `record_routing` is set.
+        experts, experts per token]; None unless `record_routing` is set. Row p belongs to the
+        forward pass of position p; the last token has no pass. Ids are the checkpoint's, without
+        shared experts. Unknown rows are -1, and a segment may lack its last rows.
     """
 
     prompt_tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -151,17 +149,17 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def num_generated_tokens(self) -> int:
-        """Generated tokens of this segment."""
+        """Number of generated tokens of this segment."""
         return len(self.column("generated_tokens"))
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens of this segment."""
+        """Number of prompt and generated tokens of this segment."""
         return len(self.prompt_tokens) + self.num_generated_tokens
 
     @property
     def remaining_prompt_tokens(self) -> torch.Tensor:
-        """Prompt tokens that are not prefilled yet, int64: a view of `prompt_tokens`."""
+        """Prompt tokens that are not prefilled yet, int64, as a view of `prompt_tokens`."""
         return self.prompt_tokens[self.finished_chunk_token_count :]
 
     @property
@@ -171,14 +169,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """Sampling parameters in the order of `get_metadata_types`; -1 for no termination id."""
+        """Sampling parameters in the order of `get_metadata_types`. A missing value is -1."""
         params = self.sampling_params or SamplingParams()
         values = (getattr(params, name) for name, _, _ in _METADATA_TYPES)
         return [-1 if value is None else value for value in values]
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """Return (name, dtype, is needed on the device) of each tracked sampling parameter."""
+        """Return (name, dtype, whether the device needs it) for each tracked sampling parameter."""
         return list(_METADATA_TYPES)
 
     def succeeded(self) -> bool:
@@ -186,7 +184,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """Return whether the request ended by a non-transient error."""
+        """Return whether a non-transient error ended the request."""
         return self.status is Status.FAILED
 
     # ---- versions
@@ -199,38 +197,36 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
 
     @property
     def policy_staleness(self) -> torch.Tensor | None:
-        """Age of each position's policy: int32 [num_tokens], or None before any clock is set."""
+        """Age of each position's policy: int32 [num_tokens]; None while no clock is set."""
         now = self.policy_clock if self.completed_at_version is None else self.completed_at_version
         return None if now is None else self.staleness_at(now)[0]
 
     @property
     def kv_cache_staleness(self) -> torch.Tensor | None:
-        """Age of each position's KV: int32 [num_tokens], or None before any clock is set."""
+        """Age of each position's KV: int32 [num_tokens]; None while no clock is set."""
         now = self.kv_clock if self.completed_at_version is None else self.completed_at_version
         return None if now is None else self.staleness_at(now)[1]
 
     def staleness_at(self, version: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return policy and KV staleness of each position: `version` minus the position's version.
-
-        Both int32 [num_tokens] on the CPU. A position whose KV is not written has the age 0.
-        """
+        """Return (policy staleness, KV staleness): `version` minus the version of each position.
+        Both are int32 [num_tokens] on the CPU. A position whose KV is not written has the age 0."""
         return (
             _ages(self.stamped_policy_spans(), version),
             _ages(self._padded(self.kv_spans, version), version),
         )
 
     def stamped_policy_spans(self) -> VersionSpans:
-        """Return a copy of the policy spans, in which positions without a version get the policy
-        clock, or `weights_version` without a clock."""
+        """Return a copy of `policy_spans` that covers all positions. Positions without a version
+        get the policy clock, or `weights_version` if no clock is set."""
         clock = self.weights_version if self.policy_clock is None else self.policy_clock
         return self._padded(self.policy_spans, clock)
 
     def freeze_versions(self, version: int, *, num_sampled_before: int = 0) -> None:
         """Fix the staleness of a request that ended at weights version `version`.
 
-        Positions without KV get `version`. The last generated token, whose KV no forward pass ever
-        writes, gets the version that sampled it. `num_sampled_before`: tokens at the end of the
-        prompt that were generated in earlier segments.
+        Positions without KV get `version`. The last generated token, whose KV is never written,
+        gets the version that sampled it. `num_sampled_before` is the number of tokens at the end of
+        the prompt that were generated in earlier segments.
         """
         self.completed_at_version = version
         self.policy_spans = self.stamped_policy_spans()
@@ -245,18 +241,18 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         self, start: int = 0
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """Return the oldest and the mean KV version of the contexts of generated tokens [start, n).
-
-        The arrays are int32 and float64 [n - start]. A complete request holds them. Otherwise they
-        are computed from `kv_spans`, because a token attends to all positions before it.
-        """
+        The arrays are int32 and float64 [n - start]. A complete request stores them. Otherwise they
+        are computed from `kv_spans`."""
         oldest, mean = self.column("context_kv_version_min"), self.column("context_kv_version_mean")
         num_generated = self.num_generated_tokens
         if len(oldest) == num_generated:
             return np.asarray(oldest[start:], np.int32), np.asarray(mean[start:], np.float64)
+        # A token attends to all positions before it.
         return self.kv_spans.of_prefixes(len(self.prompt_tokens) + start, num_generated - start)
 
     def _padded(self, spans: VersionSpans, version: int) -> VersionSpans:
-        """Return a copy of `spans` over all positions, with `version` for missing ones."""
+        """Return a copy of `spans` over all positions. Positions without a version get
+        `version`."""
         padded = spans.copy()
         padded.append(self.num_tokens - len(spans), version)
         return padded
@@ -264,10 +260,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     # ---- copies
 
     def copy(self) -> Self:
-        """Return a complete copy with lists and spans of its own.
-
-        It shares tensors, events, and arrays that were not read as lists.
-        """
+        """Return a complete copy with its own lists and spans. The copy shares tensors, events, and
+        arrays that were not read as lists."""
         copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, (list, VersionSpans)):
@@ -279,11 +273,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
         return copied
 
     def complete(self) -> None:
-        """Add the context KV versions, and move arrays to the columns.
-
-        An engine keeps no context KV versions while it runs the request. They follow from
-        `kv_spans`, and are left out if it does not cover the contexts.
-        """
+        """Compute the context KV versions, and move arrays to the columns. The versions are
+        computed from `kv_spans`. They are left out if `kv_spans` does not cover the contexts."""
         num_missing = self.num_generated_tokens - len(self.column("context_kv_version_min"))
         if num_missing and len(self.kv_spans) >= self.num_tokens - 1:
             oldest, mean = self.context_kv_versions()
@@ -294,15 +285,14 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     # ---- wire
 
     def serialize(self) -> dict[str, Any]:
-        """Return all fields but `event_add_engine` as a dictionary for msgpack."""
+        """Return all fields except `event_add_engine` as a dictionary for msgpack."""
         encoded = super().serialize()
         del encoded["event_add_engine"]
         return encoded
 
     def serialize_apart(self) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Return the dictionary of `serialize` in two parts: plain values, then arrays per token.
-
-        Fields that have their defaults are left out. `deserialize` reads the union of both.
+        """Return the dictionary of `serialize` in two parts: plain values, and arrays per token.
+        Fields with their default values are left out. `deserialize` reads the union of both parts.
         """
         found = {name: as_array(self.column(name)) for name in ARRAY_FIELDS}
         columns = {name: column for name, column in found.items() if column is not None}

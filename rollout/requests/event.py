@@ -1,7 +1,8 @@
 """Events of a request: what happened to it, and when.
 
-OutputProcessor adds them; `rollout.requests.record` adds an ADD_ENGINE event that is missing, and
-`rollout.generated_text` the errors of a tokenizer.
+OutputProcessor adds them. In addition `rollout.requests.record` adds a missing ADD_ENGINE event,
+`rollout.generated_text` adds a tokenizer's errors, and `rollout.apis.streaming` adds the events of
+a request that no engine ran.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rollout.errors import (
 
 
 class DynamicInferenceEventType(Enum):
-    """Type of an event. Serialized as its name, not its number."""
+    """Type of an event. It is serialized by name, not by number."""
 
     ADD_ENGINE = auto()  # once per request, when it enters the engine's queue
     ADD_CONTEXT = auto()  # with the last chunk of its prefill
@@ -45,7 +46,7 @@ _ERROR_EVENTS = (
 class DynamicInferenceEvent:
     """One event. Raises EventPayloadError for a payload that its type does not take.
 
-    timestamp: seconds since the epoch; now if not given.
+    timestamp: seconds since the epoch; the current time by default.
     payload: an exception for ERROR_*, a dictionary with `token_id` for GENERATED_TOKEN, else None.
     """
 
@@ -72,7 +73,8 @@ class DynamicInferenceEvent:
         return f"[{self.timestamp:.3f}] {self.type.name}{detail}"
 
     def serialize(self) -> dict[str, Any]:
-        """Return type name, timestamp and payload for msgpack; errors by `encode_error`."""
+        """Return type name, timestamp and payload for msgpack. `encode_error` encodes
+        exceptions."""
         payload = self.payload
         if self.type in _ERROR_EVENTS:
             is_transient = self.type is DynamicInferenceEventType.ERROR_TRANSIENT
@@ -81,11 +83,9 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceEvent:
-        """Return the event that `serialize` wrote; an error of unknown type is a RemoteError.
-
-        Raises ProtocolError for an unknown event type or missing keys, EventPayloadError for a
-        payload of the wrong kind.
-        """
+        """Return the event that `serialize` encoded. An error of unknown type becomes a
+        RemoteError. Raises ProtocolError for an unknown event type or missing keys, and
+        EventPayloadError for a payload of the wrong kind."""
         try:
             event_type = DynamicInferenceEventType[obj["type"]]
             timestamp, payload = obj["timestamp"], obj["payload"]
@@ -98,10 +98,8 @@ class DynamicInferenceEvent:
 
 @dataclass(kw_only=True, eq=False)
 class EventLog:
-    """The events of one segment, oldest first.
-
-    `event_add_engine` is the request's ADD_ENGINE event, even if an earlier segment logged it.
-    """
+    """The events of one segment, oldest first. `event_add_engine` is the request's ADD_ENGINE
+    event, even if an earlier segment logged it."""
 
     events: list[DynamicInferenceEvent] = field(default_factory=list)
     event_add_engine: DynamicInferenceEvent | None = None
@@ -109,7 +107,8 @@ class EventLog:
     def add_event(
         self, type: DynamicInferenceEventType, payload: Any | None = None
     ) -> DynamicInferenceEvent:
-        """Append an event that happens now and return it. A second ADD_ENGINE is not logged."""
+        """Append an event with the current time and return it. A second ADD_ENGINE event is not
+        logged; the first one is returned instead."""
         if type is DynamicInferenceEventType.ADD_ENGINE and self.event_add_engine is not None:
             return self.event_add_engine
         event = DynamicInferenceEvent(type=type, payload=payload)
@@ -120,7 +119,7 @@ class EventLog:
 
     @property
     def last_error(self) -> BaseException | None:
-        """The error that was logged last; None if there is none."""
+        """The last logged error; None if no error was logged."""
         payloads = (event.payload for event in reversed(self.events))
         return next((payload for payload in payloads if isinstance(payload, BaseException)), None)
 
@@ -140,7 +139,7 @@ class EventLog:
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
     ) -> DynamicInferenceEvent:
-        """Log a generated token. Counts of the pool's blocks are added to the payload if given."""
+        """Log a generated token. The given block counts are added to the payload."""
         counts = {
             "blocks_total": blocks_total,
             "blocks_hashed_total": blocks_hashed_total,
@@ -152,11 +151,11 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
     def add_event_pause(self) -> DynamicInferenceEvent:
-        """Log that the request waits for blocks, and keeps the blocks it has."""
+        """Log that the request waits for blocks while it keeps the blocks it has."""
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
-        """Log that the request lost its blocks and went back into the queue."""
+        """Log that the request lost its blocks and returned to the queue."""
         return self.add_event(DynamicInferenceEventType.EVICT)
 
     def add_event_finish(self) -> DynamicInferenceEvent:
@@ -176,7 +175,8 @@ class EventLog:
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def add_text_error(self, error: DetokenizeError) -> None:
-        """Log the tokenizer's error, before the request's last event: FINISH or FAIL stays last."""
+        """Log the tokenizer's error before the last event, so that FINISH or FAIL stays the
+        last."""
         last = self.events[-1:]
         timestamp = last[0].timestamp if last else time.time()
         event = DynamicInferenceEvent(

@@ -1,9 +1,5 @@
 """DynamicInferenceRequestRecord: the history of one request over its checkpoints.
 
-A checkpoint appends a segment, whose prompt is all tokens so far. `merge` joins the segments into
-the request that a user gets. A segment without values of a token column contributes the column's
-placeholders, so that values stay aligned with tokens. If no segment has values the result is None.
-
 OutputProcessor owns the records of unfinished requests. `rollout.coordinator.protocol.packed`
 encodes records for clients, `rollout.generated_text` adds texts, and `rollout.apis.streaming`,
 `rollout.serve.health` and `rollout.serve.page.recent` merge records.
@@ -32,7 +28,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.version_spans import VersionSpans
 
 Segments = Sequence[DynamicInferenceRequest]
-# Fields of a segment's outcome, which are None in the next segment.
+# Fields that are None in the segment after a checkpoint.
 _CLEARED_BY_CHECKPOINT = (
     "prompt",
     "inference_parameters",
@@ -53,10 +49,13 @@ _CLEARED_BY_CHECKPOINT = (
 
 @dataclass(eq=False)
 class DynamicInferenceRequestRecord:
-    """All segments of one request, oldest first; only the last one grows. `latency` in seconds.
+    """All segments of one request, oldest first; only the last one grows. `latency` is in seconds.
+
+    A checkpoint appends a segment, whose prompt is all tokens so far. `merge` joins the segments
+    into the request that a user gets.
 
     The last segment holds the record's clocks: the versions from which staleness is counted. An
-    engine sets them by `observe_version` before it returns a record. Outside of an engine,
+    engine sets them with `observe_version` before it returns a record. Outside of an engine,
     `increment_staleness` advances them.
     """
 
@@ -69,7 +68,7 @@ class DynamicInferenceRequestRecord:
         return cls(requests=[request])
 
     def __getitem__(self, idx: int) -> DynamicInferenceRequest:
-        """Return segment `idx`, the first one at 0."""
+        """Return the segment with index `idx`, from 0."""
         return self.requests[idx]
 
     @property
@@ -80,8 +79,9 @@ class DynamicInferenceRequestRecord:
     def values_from(self, column: TokenColumn, start: int = 0) -> Any:
         """Return the column's values of all segments, from generated token `start` on.
 
-        A segment without values has the column's placeholder for each token. Returns None if no
-        segment has values, an array if all are arrays.
+        A segment without values contributes the column's placeholder for each token, so that values
+        stay aligned with tokens. Returns None if no segment has values, and an array if all parts
+        are arrays.
         """
         held = [segment.column(column.field) for segment in self.requests]
         if all(own is None for own in held):
@@ -102,27 +102,25 @@ class DynamicInferenceRequestRecord:
 
     @property
     def policy_clock(self) -> int:
-        """Version from which policy staleness is counted; at first the `weights_version`."""
+        """Version from which policy staleness is counted. It begins as the `weights_version`."""
         clock = self.current.policy_clock
         return self.current.weights_version if clock is None else clock
 
     @property
     def kv_clock(self) -> int:
-        """Version from which KV staleness is counted; at first the `weights_version`."""
+        """Version from which KV staleness is counted. It begins as the `weights_version`."""
         clock = self.current.kv_clock
         return self.current.weights_version if clock is None else clock
 
     def observe_version(self, version: int) -> None:
         """Set both clocks to an engine's version. The staleness of a completed request does not
-        change: it is counted from `completed_at_version`."""
+        change, because it is counted from `completed_at_version`."""
         self.current.policy_clock = version
         self.current.kv_clock = version
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Age all tokens so far by one version, unless the request is completed.
-
-        `policy_only`: leave the KV clock unchanged, for a request that has no KV.
-        """
+        """Age all tokens so far by one version, unless the request is completed. `policy_only`
+        leaves the KV clock unchanged, for a request that has no KV."""
         request = self.current
         policy_clock, kv_clock = self.policy_clock, self.kv_clock
         if request.completed_at_version is not None:
@@ -136,14 +134,12 @@ class DynamicInferenceRequestRecord:
         request.kv_clock = kv_clock + 1
 
     def checkpoint(self, tokenizer: object = None) -> None:
-        """Append a segment whose prompt is all tokens so far, to be prefilled again.
+        """Append a segment whose prompt is all tokens so far, which an engine prefills again.
 
-        Policy spans continue, KV spans start empty, and block hashes are computed again when they
-        are read. num_tokens_to_generate and min_tokens shrink by the tokens generated. The prompts
-        of all segments are views of one tensor, so a segment costs little memory.
-        The new segment keeps the request's ADD_ENGINE event, or adds one if there is none.
-        `tokenizer` is ignored; callers of the former interface pass it. Raises EngineStateError if
-        no token is left to generate.
+        Policy spans continue, and KV spans start empty. num_tokens_to_generate and min_tokens
+        shrink by the number of generated tokens. The new segment keeps the request's ADD_ENGINE
+        event, or adds one if there is none. `tokenizer` is accepted for compatibility and ignored.
+        Raises EngineStateError if no token is left to generate.
         """
         old = self.current
         params = _remaining_params(old)
@@ -171,39 +167,40 @@ class DynamicInferenceRequestRecord:
             self.current.add_event_add_engine()
 
     def entry_event(self) -> DynamicInferenceEvent | None:
-        """Return the request's first ADD_ENGINE event; None if there is none. It is looked up in
-        `events`: a deserialized record has no `event_add_engine`."""
+        """Return the request's first ADD_ENGINE event; None if there is none."""
+        # A deserialized record has no `event_add_engine`, so `events` are searched.
         events = (event for segment in self.requests for event in segment.events)
         entries = (e for e in events if e.type is DynamicInferenceEventType.ADD_ENGINE)
         return next(entries, None)
 
     def _share_prompts(self, known_tokens: torch.Tensor) -> None:
-        """Make the segments' prompts views of `known_tokens`, so that it is the only copy."""
+        """Make the segments' prompts views of `known_tokens`, so that the tokens are stored
+        once."""
         address = self.current.prompt_tokens.data_ptr()
         for segment in self.requests:
-            # Views of one tensor from its start: each is the beginning of the longer ones.
+            # Each prompt that starts at this address is a prefix of the longer ones.
             if segment.prompt_tokens.data_ptr() == address:
                 segment.prompt_tokens = known_tokens[: len(segment.prompt_tokens)]
 
     def copy(self) -> DynamicInferenceRequestRecord:
-        """Return a complete copy as of now, with segments and prompts of its own."""
+        """Return a complete copy as of now, with its own segments and prompts."""
         copied = DynamicInferenceRequestRecord(
             [segment.copy() for segment in self.requests], self.latency
         )
         copied._share_prompts(self.current.prompt_tokens.clone())
         for own, segment in zip(copied.requests, self.requests, strict=True):
-            if own.prompt_tokens is segment.prompt_tokens:  # no view of the last segment's
+            if own.prompt_tokens is segment.prompt_tokens:  # not a view of the last prompt
                 own.prompt_tokens = segment.prompt_tokens.clone()
         return copied
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Return the history as one request, as if it had never been checkpointed.
 
-        Fields of the prompt come from the first segment and fields of the outcome from the last;
-        values per token and events are joined. Log-probs are float32 tensors. The experts of a
+        Fields of the prompt come from the first segment, and fields of the outcome from the last.
+        Values per token and events are joined. Log-probs are float32 tensors. The experts of a
         position come from the first segment that recorded them. The record does not change.
-        `tokenizer` is ignored; callers of the former interface pass it. Raises EngineStateError for
-        a record without segments.
+        `tokenizer` is accepted for compatibility and ignored. Raises EngineStateError for a record
+        without segments.
         """
         if not self.requests:
             raise EngineStateError("an empty record has nothing to merge; begin with from_request")
@@ -227,17 +224,15 @@ class DynamicInferenceRequestRecord:
         )
 
     def serialize(self) -> dict[str, Any]:
-        """Return the record as a dictionary for msgpack.
-
-        If each segment continues the one before, only the first segment's prompt is included.
-        """
+        """Return the record as a dictionary for msgpack. Only the first segment's prompt is
+        included, if each segment continues the previous one."""
         encoded = [request.serialize() for request in self.requests]
         self._drop_known_prompts(encoded)
         return {"requests": encoded, "latency": self.latency}
 
     def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
-        """Return each segment as DynamicInferenceRequest.serialize_apart splits it, with prompts as
-        in `serialize`."""
+        """Return each segment as split by DynamicInferenceRequest.serialize_apart. Only the first
+        segment's prompt is included, if each segment continues the previous one."""
         encoded = [request.serialize_apart() for request in self.requests]
         self._drop_known_prompts([segment for segment, _ in encoded])
         return encoded
@@ -249,11 +244,8 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def deserialize(cls, obj: Mapping[str, Any]) -> DynamicInferenceRequestRecord:
-        """Return the record that `serialize` encoded.
-
-        Raises ProtocolError unless `obj` is a mapping with the keys of a record. Malformed segments
-        may raise other errors.
-        """
+        """Return the record that `serialize` encoded. Raises ProtocolError unless `obj` is a
+        mapping with the keys of a record. Malformed segments raise other errors, too."""
         if not isinstance(obj, Mapping):
             raise ProtocolError(
                 f"not an encoded record but a {type(obj).__name__}; pass the dictionary that "
@@ -271,8 +263,8 @@ class DynamicInferenceRequestRecord:
 
 
 def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None:
-    """Return the params of the next segment: num_tokens_to_generate and min_tokens are lowered by
-    the tokens generated. Raises EngineStateError if none is left to generate."""
+    """Return the params of the next segment, reduced by the tokens that were generated. Raises
+    EngineStateError if no token is left to generate."""
     params = request.sampling_params
     if params is None:
         return None
@@ -289,18 +281,18 @@ def _remaining_params(request: DynamicInferenceRequest) -> SamplingParams | None
 
 
 def _empty_like(values: object) -> list[Any] | None:
-    """Return a list to append to; None if `values` is None, because they were not requested."""
+    """Return an empty list, or None if `values` is None because they were not requested."""
     return None if values is None else []
 
 
 def _followed_by(prompt_tokens: torch.Tensor, generated: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Return a new tensor of the prompt and, after it, the tokens of all lists in `generated`."""
+    """Return a new tensor of the prompt followed by the tokens of all lists in `generated`."""
     parts = [torch.from_numpy(np.array(tokens, dtype=np.int64)) for tokens in generated]
     return torch.cat([prompt_tokens, *parts])
 
 
 def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bool:
-    """Return whether the new segment's prompt is the old one's prompt and generated tokens."""
+    """Return whether the new segment's prompt is all tokens of the old segment."""
     num_prompt, num_known = len(old.prompt_tokens), old.num_tokens
     return (
         len(new.prompt_tokens) == num_known
@@ -313,16 +305,15 @@ def _continues(old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> bo
 
 
 def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return encoded segments, each with its prompt: the prompt and generated tokens of the segment
-    before it. Raises ProtocolError if a token field does not hold tokens.
-    """
+    """Return the encoded segments, each with its prompt: all tokens of the segment before. Raises
+    ProtocolError if a token field does not hold tokens."""
     try:
         generated = [segment["generated_tokens"] for segment in encoded]
         prompt_tokens = torch.as_tensor(decode_value(encoded[0]["prompt_tokens"]))
         known_tokens = _followed_by(prompt_tokens, generated)
         ends = accumulate((len(tokens) for tokens in generated), initial=len(prompt_tokens))
     except (TypeError, ValueError, OverflowError, RuntimeError) as fault:
-        raise ProtocolError(f"segments without tokens: {fault!r:.200}") from fault
+        raise ProtocolError(f"a token field of a segment has no tokens: {fault!r:.200}") from fault
     return [
         {**segment, "prompt_tokens": known_tokens[:end]}
         for segment, end in zip(encoded, ends, strict=False)
@@ -330,7 +321,6 @@ def _with_prompts(encoded: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def _deserialize_segment(obj: Mapping[str, Any]) -> DynamicInferenceRequest:
-    """Return a segment; one with images is a DynamicVLMInferenceRequest."""
     request_type = DynamicVLMInferenceRequest if "imgs" in obj else DynamicInferenceRequest
     return request_type.deserialize(obj)
 
@@ -365,11 +355,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def segment_of_prompt(segments: Segments) -> DynamicInferenceRequest:
-    """Return the segment that has the prompt's log-probs, ranks and top-n.
-
-    It is the last segment whose prompt is the original one: the first segment, unless the request
-    was evicted before its first token.
-    """
+    """Return the segment that has the prompt's log-probs, ranks and top-n. It is the last segment
+    with the original prompt. A request that was evicted before its first token has several such
+    segments."""
     num_prompt_tokens = len(segments[0].prompt_tokens)
     return [s for s in segments if len(s.prompt_tokens) == num_prompt_tokens][-1]
 
@@ -386,11 +374,8 @@ def _log_probs_tensor(
 
 
 def _time_to_first_token(segments: Segments) -> float | None:
-    """Return the first segment's `ttft` that is set, else the seconds from ADD_ENGINE to the first
-    GENERATED_TOKEN event; None if there is neither.
-
-    An engine sets `ttft` itself, since GENERATED_TOKEN events are optional.
-    """
+    """Return the first `ttft` that is set; None if there is no value. Without `ttft`, return the
+    seconds from ADD_ENGINE to the first GENERATED_TOKEN event. These events are optional."""
     for segment in segments:
         if segment.ttft is not None:
             return segment.ttft
@@ -402,10 +387,8 @@ def _time_to_first_token(segments: Segments) -> float | None:
 
 
 def _text(segments: Segments) -> str | None:
-    """Return the joined texts of the segments with generated tokens; None if one has no text.
-
-    If no segment has tokens, the last segment's text is returned.
-    """
+    """Return the joined texts of the segments with generated tokens; None if any of them has no
+    text. If no segment has generated tokens, the last segment's text is returned."""
     written = [segment for segment in segments if segment.num_generated_tokens] or segments[-1:]
     texts = [segment.generated_text for segment in written]
     if any(text is None for text in texts):

@@ -1,7 +1,8 @@
-"""InferenceRequest: a prompt, its sampling parameters, and the result. Data only.
+"""InferenceRequest: a prompt, its sampling parameters, and the result.
 
-Base of DynamicInferenceRequest, which engines return. Engine, `rollout.apis.streaming` and FakeLLM
-use Status.
+DynamicInferenceRequest, which engines return, is derived from InferenceRequest.
+`rollout.requests.record`, `rollout.engine.output_processor`, `rollout.apis.streaming` and
+`rollout.testing` use Status.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Request = TypeVar("Request", bound="InferenceRequest")
 
 
 class Status(Enum):
-    """Status of a request. Serialized as its name, not its number."""
+    """Status of a request. It is serialized by name, not by number."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -43,11 +44,12 @@ class InferenceRequest:
     """One inference request.
 
     arrival_time: seconds since the epoch.
-    tpot: seconds from the previous token (or the entry) to each generated token.
-    inference_parameters: former name of `sampling_params`, used if that is None.
+    tpot: seconds from the previous token to each generated token; for the first token, from the
+        request's entry.
+    inference_parameters: former name of `sampling_params`, used if `sampling_params` is None.
     *_log_probs: float32, one per token; prompt positions start at the second token.
     *_ranks: 1 + the number of tokens with a larger logit, one per log-prob; 0 if unknown.
-    *_top_n_logprobs: one dictionary {token id: log-prob} per token, None where there is no value.
+    *_top_n_logprobs: one dictionary {token id: log-prob} per token; None where values are missing.
     """
 
     request_id: int
@@ -84,22 +86,21 @@ class InferenceRequest:
             self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
-        """Return all fields as a dictionary for msgpack, tensors as dtype, shape and bytes."""
+        """Return all fields as a dictionary for msgpack. Tensors become dtype, shape and bytes."""
         return encode_fields(self, self._codecs)
 
     @classmethod
     def deserialize(cls: type[Request], obj: Mapping[str, Any]) -> Request:
-        """Return the request that `serialize` wrote.
-
-        Raises ProtocolError for unknown, missing or unreadable fields, and the errors of readable
-        fields with illegal values, such as InvalidRequestError.
-        """
+        """Return the request that `serialize` encoded. Raises ProtocolError for unknown, missing or
+        unreadable fields. A readable field with an illegal value raises its own error, such as
+        InvalidRequestError."""
         return decode_fields(cls, obj, cls._codecs)
 
 
 @dataclass(kw_only=True, eq=False)
 class VLMInferenceRequest(InferenceRequest):
-    """A request with images: `imgs` and `num_tiles` per image, as the vision model takes them."""
+    """A request with images. `imgs` and `num_tiles` hold the images and their tile counts, in the
+    vision model's format."""
 
     num_img_embeddings_per_tile: int
     imgs: torch.Tensor

@@ -2,7 +2,7 @@
 
 Used by `rollout.requests.record`, `trainer_hooks.collate` and `trainer_hooks.losses.routing_forms`.
 
-Shape letters: P positions, L layers with experts, K experts of a token.
+Shape letters: P positions, L layers with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 
 import torch
 
-UNKNOWN = -1  # stands for the expert ids of a row without a record
+UNKNOWN = -1  # in place of the expert ids that were not recorded
 
 
 def first_known(parts: Iterable[torch.Tensor | None], num_positions: int) -> torch.Tensor | None:
-    """Return one routing [P, L, K] from several parts that recorded the same positions.
+    """Merge several recordings of the same positions into one routing [P, L, K].
 
-    Row p of a part belongs to position p; a part may have fewer rows, or more. The result has the
-    row of the first part that knows the position, even if the position was computed again later:
-    the next token was sampled from that first pass. Rows that no part knows are -1.
-    Returns None if all parts are None.
+    Row p of each part belongs to position p. A part may have fewer or more rows than
+    `num_positions`. Each result row comes from the first part that recorded the position. Rows that
+    no part recorded are -1. Returns None if all parts are None.
     """
+    # The first recording counts, because the next token was sampled from that pass.
     known = [part for part in parts if part is not None]
     if not known:
         return None
@@ -35,5 +35,5 @@ def first_known(parts: Iterable[torch.Tensor | None], num_positions: int) -> tor
 
 
 def is_known(routing: torch.Tensor) -> torch.Tensor:
-    """Return which rows, the last two dimensions [L, K], have no UNKNOWN expert."""
+    """Return which rows have no UNKNOWN expert. The last two dimensions of `routing` are [L, K]."""
     return (routing >= 0).flatten(-2).all(dim=-1)

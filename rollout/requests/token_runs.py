@@ -1,9 +1,9 @@
 """Newly generated tokens and their weights versions: TokenRun of one request, TokenRuns of many.
 
-OutputProcessor makes them. `rollout.apis`, `rollout.coordinator` and `rollout.serve` send, cut and
-join them. An attempt is one try of a request; if its engine fails, the next attempt continues on
-another engine. Columns that a request may lack (log-probs, ranks, top-n) are the REQUESTED_COLUMNS
-of rollout.requests.columns.
+OutputProcessor creates them. `rollout.apis`, `rollout.coordinator` and `rollout.serve` send, cut
+and join them. An attempt is one try to run a request. If the engine fails, the next attempt
+continues on another engine. A request has log-probs, ranks and top-n (REQUESTED_COLUMNS of
+rollout.requests.columns) only if it asked for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout.wire import (
     columns_of,
 )
 
-if TYPE_CHECKING:  # they import torch, which a coordinator does not load
+if TYPE_CHECKING:  # these modules import torch, which a coordinator does not load
     from rollout.requests.dynamic_request import DynamicInferenceRequest
     from rollout.requests.record import DynamicInferenceRequestRecord
 
@@ -41,8 +41,9 @@ if TYPE_CHECKING:  # they import torch, which a coordinator does not load
 class TopNRun(WithColumns, frozen=True, kw_only=True):
     """The most probable tokens at each of n positions, in one set of arrays.
 
-    counts: int32 [n], tokens per position, -1 where the request has None. token_ids: int32,
-    log_probs: float32, both [sum of the counts].
+    counts: int32 [n], the number of tokens per position; -1 where the request has None.
+    token_ids: int32 [sum of the counts].
+    log_probs: float32 [sum of the counts].
     """
 
     counts: Int32s
@@ -63,7 +64,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
         return len(self.counts)
 
     def __getitem__(self, part: slice) -> TopNRun:
-        """Return the positions of a slice, which has no step."""
+        """Return the positions in a slice without a step."""
         start, end, _ = part.indices(len(self))
         first, last = self._num_tokens_before(start), self._num_tokens_before(end)
         return TopNRun(
@@ -77,7 +78,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[int, float] | None]) -> TopNRun:
-        """Return the run of dictionaries {token id: log-prob}, one or None per position."""
+        """Create a run from one dictionary {token id: log-prob}, or None, per position."""
         filled = [row for row in rows if row is not None]
         return cls(
             counts=np.array([-1 if row is None else len(row) for row in rows], dtype=np.int32),
@@ -86,7 +87,7 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
         )
 
     def rows(self) -> list[dict[int, float] | None]:
-        """Return the dictionaries {token id: log-prob}, one or None per position."""
+        """Return one dictionary {token id: log-prob}, or None, per position."""
         pairs = zip(self.token_ids.tolist(), self.log_probs.tolist(), strict=True)
         return [
             None if count < 0 else dict(next(pairs) for _ in range(count))
@@ -95,12 +96,15 @@ class TopNRun(WithColumns, frozen=True, kw_only=True):
 
 
 class TokenRun(WithColumns, frozen=True, kw_only=True):
-    """Generated tokens [offset, offset + n) of a request, with the versions behind each token.
+    """Generated tokens [offset, offset + n) of a request, with their weights versions.
 
-    Offsets count the generated tokens of all segments and attempts.
+    offset: index of the first token among the generated tokens of all segments and attempts.
     entry_version: the weights version under which the request entered its first engine.
-    token_ids, policy_versions, context_kv_version_min: int32 [n]; context_kv_version_mean:
-    float64 [n]; log_probs: float32 [n], ranks: int32 [n] and top_n if they were asked for.
+    token_ids, policy_versions, context_kv_version_min, ranks: int32 [n].
+    context_kv_version_mean: float64 [n].
+    log_probs: float32 [n].
+
+    `log_probs`, `ranks` and `top_n` are None unless the request asked for them.
     """
 
     offset: Count
@@ -115,10 +119,8 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, record: DynamicInferenceRequestRecord, offset: int) -> TokenRun | None:
-        """Return the generated tokens of `record` from `offset` on; None if there are none.
-
-        The cost depends on the number of these tokens, not on the number before them.
-        """
+        """Return the generated tokens of `record` from `offset` on; None if there are none. The
+        cost depends only on the number of returned tokens."""
         tails = _tails(record, offset)
         if not tails:
             return None
@@ -155,14 +157,12 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The offset of the token after the last one."""
+        """The offset after the last token."""
         return self.offset + len(self.token_ids)
 
     def from_offset(self, offset: int) -> TokenRun:
-        """Return the tokens from `offset` on.
-
-        Raises ProtocolError if the run starts after `offset`: tokens between are missing.
-        """
+        """Return the tokens from `offset` on. Raises ProtocolError if the run starts after
+        `offset`."""
         num_known = offset - self.offset
         if num_known < 0:
             raise ProtocolError(f"tokens [{offset}, {self.offset}) are missing")
@@ -174,9 +174,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
 
     def request_fields(self, params: SamplingParams) -> dict[str, Any]:
         """Return the tokens as fields of a new DynamicInferenceRequest that continues after them.
-
-        Values that are not in a run, such as the tokens' times, have their placeholders.
-        """
+        Values that a run lacks, such as the tokens' times, are placeholders."""
         fields: dict[str, Any] = {}
         for column in TOKEN_COLUMNS:
             if not column.run_field:
@@ -187,7 +185,8 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return fields
 
     def policy_spans(self, num_prompt_tokens: int) -> VersionSpans:
-        """Return the policy versions of a prompt of this length, followed by the run's."""
+        """Return the policy versions of a prompt of this length, followed by those of the
+        tokens."""
         spans = VersionSpans([(num_prompt_tokens, self.entry_version)])
         for version in self.policy_versions.tolist():
             spans.append(1, version)
@@ -197,7 +196,8 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
 def _tails(
     record: DynamicInferenceRequestRecord, offset: int
 ) -> list[tuple[DynamicInferenceRequest, int]]:
-    """Return the segments with generated tokens from `offset` on, and where each one starts."""
+    """Return the segments with generated tokens from `offset` on, each with the index of its first
+    such token."""
     tails = []
     for segment in record.requests:
         num_generated = segment.num_generated_tokens
@@ -212,11 +212,16 @@ _PER_TOKEN = tuple(name for name in columns_of(TokenRun) if name not in _REQUEST
 
 
 class TokenRuns(WithColumns, frozen=True, kw_only=True):
-    """Runs of R attempts, with T tokens together, in one set of columns.
+    """Runs of R attempts, with T tokens in total, in one set of columns.
 
-    request_ids, attempts, offsets: int64 [R]; counts: int32 [R], tokens of each; entry_versions:
-    int32 [R]. has_log_probs, has_ranks, has_top_n: uint8 [R], 1 for attempts with tokens in
-    log_probs (float32), ranks (int32) and top_n. The other columns are as in TokenRun, [T].
+    request_ids, attempts, offsets: int64 [R].
+    counts: int32 [R], the number of tokens of each attempt.
+    entry_versions: int32 [R].
+    has_log_probs, has_ranks, has_top_n: uint8 [R], 1 for attempts whose tokens have values in
+        `log_probs`, `ranks` and `top_n`.
+    log_probs, ranks, top_n: values of the attempts whose flag is 1.
+
+    The other columns are those of TokenRun, [T].
     """
 
     request_ids: Ids
@@ -240,18 +245,18 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         num_requests = len(self.request_ids)
         if any(len(getattr(self, name)) != num_requests for name in _PER_REQUEST):
             raise ProtocolError(
-                f"TokenRuns: a column of another length than {num_requests} requests"
+                f"TokenRuns: a column has another length than the {num_requests} requests"
             )
         for name, num_tokens in self._num_before(num_requests).items():
             column = getattr(self, name)
             if num_tokens != (0 if column is None else len(column)):
-                raise ProtocolError(f"TokenRuns: {name} of another length than {num_tokens} tokens")
+                raise ProtocolError(f"TokenRuns: {name} needs {num_tokens} values")
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def _num_before(self, row: int) -> dict[str, int]:
-        """Return, by column, the number of values of the attempts before `row`."""
+        """Return, for each column, the number of values of the attempts before `row`."""
         counts = self.counts[:row]
         numbers = dict.fromkeys(_PER_TOKEN, int(counts.sum(dtype=np.int64)))
         for name in _REQUESTED:
@@ -260,7 +265,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         return numbers
 
     def rows(self, start: int, end: int) -> TokenRuns:
-        """Return the runs of the attempts [start, end); the arrays are views."""
+        """Return the runs of the attempts [start, end). The arrays are views."""
         cut: dict[str, Any] = {name: getattr(self, name)[start:end] for name in _PER_REQUEST}
         before, after = self._num_before(start), self._num_before(end)
         for name, first in before.items():
@@ -269,7 +274,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
         return replace(self, **cut)
 
     def apart(self) -> Iterator[tuple[int, int, TokenRun]]:
-        """Yield (request id, attempt, its run); the arrays are views."""
+        """Yield (request id, attempt, run) for each attempt. The arrays are views."""
         rows = zip(*(getattr(self, name).tolist() for name in _PER_REQUEST), strict=True)
         columns = [(name, getattr(self, name)) for name in _PER_TOKEN]
         requested = [(name, getattr(self, name)) for name in _REQUESTED]
@@ -285,7 +290,7 @@ class TokenRuns(WithColumns, frozen=True, kw_only=True):
             start = end
 
     def with_attempts(self, attempts: Sequence[int]) -> TokenRuns:
-        """Return the runs with these attempts, one number per request."""
+        """Return the same runs with these attempt numbers, one per request."""
         return replace(self, attempts=np.array(attempts, np.int64))
 
 
@@ -296,11 +301,9 @@ _PER_REQUEST = (
 
 
 def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
-    """Return consecutive runs as one, with the entry version of the first.
-
-    Raises ProtocolError if one does not start where the one before ends, or only some have
-    log-probs, ranks or top-n.
-    """
+    """Join consecutive runs into one, which has the entry version of the first run. Raises
+    ProtocolError if a run does not start where the previous run ends, or if only some runs have
+    log-probs, ranks or top-n."""
     for before, run in pairwise(runs):
         if run.offset != before.end:
             raise ProtocolError(f"a run from {run.offset} does not follow one up to {before.end}")
@@ -310,7 +313,7 @@ def join_runs(runs: Sequence[TokenRun]) -> TokenRun:
 def _joined(
     runs: Sequence[TokenRun] | Sequence[TopNRun], names: Sequence[str]
 ) -> dict[str, npt.NDArray[Any] | TopNRun | None]:
-    """Return each column of the runs joined; None where all runs have None."""
+    """Return each column of the runs joined; None if no run has the column."""
     joined: dict[str, npt.NDArray[Any] | TopNRun | None] = {}
     for name in names:
         present = [part for run in runs if (part := getattr(run, name)) is not None]

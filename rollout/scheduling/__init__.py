@@ -1,1 +1,1 @@
-"""Scheduling: which tokens run next. It uses no torch and no clock."""
+"""Scheduling: decides which tokens each step computes. It uses no torch and no clock."""

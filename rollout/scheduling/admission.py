@@ -1,6 +1,7 @@
-"""Checks of a request before it is queued: its form, whether it can ever run, its longest length.
+"""Checks a request before it is queued, and finds its maximum length.
 
-Used by `rollout.engine.input_processor`; `rollout.engine.build` makes the limits. Changes nothing.
+`rollout.engine.input_processor` calls the checks. `rollout.engine.build` and `rollout_vllm.engine`
+create the AdmissionLimits. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rollout.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Limits of an engine; lengths are in tokens.
+    """Limits of an engine. Lengths are in tokens.
 
-    can_score_prompts: the engine computes logits of prompt tokens, for prompt log-probs.
+    can_score_prompts: whether the engine computes logits of prompt tokens, for prompt log-probs.
     """
 
     vocab_size: int
@@ -38,9 +39,10 @@ class AdmissionLimits:
 class Admission:
     """Result of `admit`.
 
-    max_length: most tokens of prompt and output together.
-    error: the reason why the request can never run on this engine; None if it can.
-    clamped: the reason for fewer tokens than it asks for; None if it may get all of them.
+    max_length: maximum number of tokens in prompt and output together.
+    error: the reason why the request can never run on this engine; None if it can run.
+    clamped: the reason why the request gets fewer tokens than it asks for; None if it gets all of
+        them.
     """
 
     max_length: int
@@ -51,8 +53,8 @@ class Admission:
 def check_well_formed(
     prompt_tokens: Tokens[int], params: SamplingParams, limits: AdmissionLimits
 ) -> None:
-    """Raise InvalidRequestError for a prompt or params that do not fit the model or each other, and
-    for prompt log-probs if the engine cannot score prompts."""
+    """Raise InvalidRequestError if prompt or params are malformed or do not fit the model or each
+    other. Also raise it for prompt log-probs if the engine cannot score prompts."""
     if not len(prompt_tokens):
         raise InvalidRequestError("the prompt is empty; give it at least one token")
     low, high = min(prompt_tokens), max(prompt_tokens)
@@ -88,11 +90,8 @@ def check_well_formed(
 def admit(
     request_id: int, num_prompt: int, params: SamplingParams, limits: AdmissionLimits
 ) -> Admission:
-    """Return the longest length of a well-formed request, or the reason why it can never run.
-
-    `num_prompt` is the number of prompt tokens. P prompt tokens and N new tokens need KV for
-    P + N - 1 positions.
-    """
+    """Return the maximum length of a well-formed request, or the reason why it can never run.
+    `num_prompt` is the number of prompt tokens. The last new token needs no KV."""
     error = _impossible(request_id, num_prompt, limits)
     if error is not None:
         return Admission(max_length=num_prompt, error=error)

@@ -1,7 +1,8 @@
-"""MemoryForecast: predicts from the expected lengths of outputs whether one more request fits.
+"""MemoryForecast: predicts whether one more request fits into the KV pool.
 
-Scheduler makes it, and asks it before it admits or forks a request. RunningRequests reports to it
-which sequences start, grow, end and are preempted. Its statistics are kept in memory only.
+The prediction uses the expected lengths of outputs. `rollout.scheduling.scheduler` creates it and
+asks it before a request is admitted or forked. RunningRequests of `rollout.scheduling.queues`
+reports which sequences start, grow, end and are preempted.
 """
 
 from __future__ import annotations
@@ -18,25 +19,24 @@ from rollout.scheduling.sequence import Sequence
 Floats = NDArray[np.float64]
 
 _DECAY_AFTER_STOPS = 1024
-# A rate from few outputs is uncertain. So each block counts as if this many more outputs had begun
-# it and had stopped at the overall rate. Beyond all blocks seen, outputs are expected to stop at
-# the rate of the later half of the seen blocks, which is smoothed in the same way.
+# A rate from few outputs is uncertain. So each block counts _SMOOTHING additional outputs, which
+# stop at the overall rate. Beyond all blocks seen, outputs stop at the rate of the later half of
+# the seen blocks, to which _TAIL_SMOOTHING outputs are added in the same way.
 _SMOOTHING, _TAIL_SMOOTHING = 1.0, 8.0
 _LARGEST_HAZARD = 1.0 - 1e-9
-# The blocks of preempted sequences stay in reserve: at most this part of the pool. The reserve
-# shrinks by this fraction with each step.
+# Largest part of the pool that is kept in reserve after preemptions, and the fraction by which the
+# reserve shrinks with each step.
 _LARGEST_RESERVE, _RESERVE_DECAY = 0.25, 1 / 512
-# Length assumed for an output without a limit of its own, as long as no output has stopped. The
-# longest sequence of a model may be far longer than outputs ever get.
+# Length assumed for an output without its own limit until a first output has stopped. A model's
+# maximum length is often far longer than its outputs.
 ASSUMED_OUTPUT_TOKENS = 2048
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def length_draw(arrival: int) -> float:
-    """Return the draw from which `last_blocks` derives the expected length of request `arrival`.
-
-    Draws are not random: those of many requests fill the unit exponential distribution evenly.
-    """
+    """Return the length draw of request number `arrival`, a value of the unit exponential
+    distribution. Draws are not random: the draws of many requests fill the distribution evenly.
+    `OutputLengthEstimator.last_blocks` derives a request's expected length from its draw."""
     return -math.log1p(-((arrival + 0.5) * _GOLDEN_RATIO % 1.0))
 
 
@@ -44,9 +44,9 @@ class OutputLengthEstimator:
     """Estimates the lengths of outputs, in blocks, from ended and running outputs.
 
     Each output block has a hazard: of the outputs that began the block, the fraction that stopped
-    in it. Running outputs, and outputs cut off by their limit, count as begun and not stopped, so
-    that long outputs, which end last, are not underestimated. The counts are halved after every
-    1024 stops, since a policy's lengths drift in training.
+    in it. Running outputs, and outputs that their limit cut off, count as begun and not stopped.
+    Without them, long outputs, which end last, are underestimated. The counts are halved after
+    every 1024 stops, because a policy's lengths change in training.
     Source: the product-limit estimator (Kaplan and Meier 1958).
     """
 
@@ -54,12 +54,12 @@ class OutputLengthEstimator:
         self._num_begun = np.zeros(64)
         self._num_stopped = np.zeros(64)
         self._stops_until_decay = _DECAY_AFTER_STOPS
-        self._cumulative: Floats | None = None  # hazard before each block; None once counts change
+        self._cumulative: Floats | None = None  # hazard before each block; None if counts changed
         self._tail_hazard = 0.0  # hazard of each block beyond the blocks seen
 
     @property
     def has_stops(self) -> bool:
-        """Whether an output has stopped by itself."""
+        """Whether any output has stopped before its limit."""
         self._cumulative_hazard()
         return self._tail_hazard > 0
 
@@ -73,7 +73,8 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def stop(self, block: int) -> None:
-        """Record that an output has stopped by itself in block `block`, which it had begun."""
+        """Record that an output has stopped before its limit, in block `block`, which it had
+        begun."""
         self._num_stopped[block] += 1
         self._stops_until_decay -= 1
         if not self._stops_until_decay:
@@ -83,12 +84,12 @@ class OutputLengthEstimator:
         self._cumulative = None
 
     def last_blocks(self, current: Floats, limits: Floats, draws: Floats) -> Floats:
-        """Return the output block in which each output is expected to stop, at least `current` and
-        at most `limits`. All arrays are [num_outputs].
+        """Return the output block in which each output is expected to stop.
 
-        An output's draw from the unit exponential distribution picks the quantile of its remaining
-        length, so that many outputs together have the expected distribution of lengths. As long as
-        no output has stopped by itself, all are expected at their limits.
+        All arrays are [num_outputs]. Results lie between `current` and `limits`. `draws` come from
+        `length_draw`, and each selects a quantile of the output's remaining length. So many outputs
+        together have the expected distribution of lengths. Until a first output has stopped, all
+        outputs are expected to reach their limits.
         """
         cumulative = self._cumulative_hazard()
         if not self._tail_hazard:
@@ -122,13 +123,13 @@ class OutputLengthEstimator:
 class MemoryForecast:
     """Predicts the largest number of blocks that the running sequences will hold at once.
 
-    A sequence takes a block for every `block_size` tokens and frees its own blocks when it ends, so
-    the pool is fullest just before some sequence ends. Blocks of a shared prefix count once. A
-    preemption shows that the forecast was too low: as many blocks as the preempted sequence held
-    are kept in reserve for a while.
+    A sequence takes a block for every `block_size` tokens and frees its blocks when it ends, so the
+    pool is fullest just before a sequence ends. Blocks of a shared prefix count once. A preemption
+    shows that the forecast was too low. The number of blocks that the preempted sequence held is
+    then kept in reserve for a while.
 
-    `conservativeness`: fraction of the expected growth and of the reserve that is counted. At 0 a
-    request is admitted if there is room to begin.
+    `conservativeness` is the fraction of the expected growth and of the reserve that is counted. At
+    0 a request is admitted if there is room for its present tokens.
     Source: the future required memory of Past-Future scheduling (Gong et al. 2025, LightLLM).
     """
 
@@ -146,7 +147,7 @@ class MemoryForecast:
     # ---- events
 
     def start_step(self) -> None:
-        """Drop the forecast of the last step, and shrink the reserve."""
+        """Discard the forecast of the last step, and shrink the reserve."""
         self._own, self._num_untaken = None, 0
         self._num_reserved *= 1.0 - _RESERVE_DECAY
 
@@ -156,20 +157,21 @@ class MemoryForecast:
         self.observe_length(sequence)
 
     def remove(self, sequence: Sequence, *, has_stopped: bool = False) -> None:
-        """Stop counting a sequence. `has_stopped`: it ended by itself, not by a limit or abort."""
+        """Stop counting a sequence. `has_stopped` is whether it ended with finish reason "stop"."""
         self._num_blocks_at_limits -= sequence.max_blocks
         if has_stopped:
             self._lengths.stop(sequence.num_output_blocks - 1)
 
     def observe_length(self, sequence: Sequence) -> None:
-        """Record the output blocks that the sequence has begun. Sets its `num_output_blocks`."""
+        """Record the output blocks that the sequence has begun. Changes
+        `Sequence.num_output_blocks`."""
         num_begun = len(sequence.table.blocks) - sequence.num_prompt_blocks + 1
         if num_begun > sequence.num_output_blocks:
             self._lengths.begin(sequence.num_output_blocks, num_begun)
             sequence.num_output_blocks = num_begun
 
     def observe_preemption(self, num_blocks: int) -> None:
-        """Record that a sequence lost `num_blocks` blocks because the pool ran out."""
+        """Record that a sequence lost `num_blocks` blocks because no block was free."""
         limit = _LARGEST_RESERVE * self._kv.num_blocks
         num_wanted = self._num_reserved + self._conservativeness * num_blocks
         self._num_reserved = min(num_wanted, limit)
@@ -184,12 +186,14 @@ class MemoryForecast:
         *,
         takes_later: bool = False,
     ) -> int:
-        """Return how many blocks are missing for `candidate` to run beside `running`; 0 if it fits.
+        """Return how many blocks are missing to run `candidate` beside `running`; 0 if it fits.
 
         The candidate takes `num_own` blocks at once, or in the next step if `takes_later`. It fits
-        if the pool holds the expected lengths of all sequences. The caller must then start it,
-        because this step's forecast counts it from now on. If no sequence runs, it needs only its
-        `num_own` blocks.
+        if the pool holds the expected lengths of all sequences. If `running` is empty, it needs
+        only its `num_own` blocks.
+
+        If 0 is returned, the caller must start the candidate, because this step's forecast now
+        includes it.
         """
         num_short = num_own - self._kv.num_free_blocks
         if num_short > 0:
@@ -203,10 +207,8 @@ class MemoryForecast:
     def _num_missing(
         self, running: Iterable[Sequence], candidate: Sequence, num_own: int, *, takes_later: bool
     ) -> int:
-        """Return how many blocks the pool lacks when it is fullest, if `candidate` runs as well.
-
-        At 0 the candidate is added to this step's forecast.
-        """
+        """Return how many blocks the pool lacks when it is fullest, if `candidate` runs as well. If
+        0 is returned, the candidate is added to this step's forecast."""
         now, growth = self._own or self._own_blocks(running)
         self._own = now, growth
         shared = candidate.table.num_shared
@@ -221,7 +223,7 @@ class MemoryForecast:
         # blocks of plans in flight.
         num_others = self._kv.num_used_blocks + num_untaken - now.sum()
         longest_first = np.argsort(-growth, kind="stable")
-        # Just before sequence i ends, sequences 0 .. i are left, and each has grown as much as i.
+        # Just before sequence i ends, sequences 0 .. i are left. Each has grown as much as i has.
         rounds = growth[longest_first]
         held = np.cumsum(now[longest_first]) + rounds * np.arange(1, len(rounds) + 1)
         num_available = self._kv.num_blocks - self._num_reserved

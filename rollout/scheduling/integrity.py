@@ -1,7 +1,7 @@
 """Checks the invariants of a scheduler's queue, rows and KV blocks.
 
-Used by Scheduler.violations for `Engine.check_integrity`, in tests and when a bug is suspected. It
-takes O(requests + blocks), too long for every step.
+`rollout.scheduling.scheduler` calls it in `violations`, for `Engine.check_integrity`. It takes
+O(requests + blocks) time, so it runs in tests and when a bug is suspected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def find_violations(
     in_flight: Iterable[PlannedStep],
     kv: KVCacheManager,
 ) -> list[str]:
-    """Return the invariants that do not hold, one sentence each. Changes nothing."""
+    """Return the violated invariants, one sentence each. Changes nothing."""
     planned = [sequence for step in in_flight for sequence in step.sequences()]
     # Ended sequences keep row and blocks while a step in flight uses them.
     holders = list({id(s): s for s in (*running, *planned) if s.table.row}.values())
@@ -129,10 +129,8 @@ def _of_blocks(users: Mapping[int, int], kv: KVCacheManager) -> Iterator[str]:
 def _of_index(
     running: Iterable[Sequence], users: Mapping[int, int], kv: KVCacheManager
 ) -> Iterator[str]:
-    """Yield violations of the prefix index: its counts, its unused blocks, its chains.
-
-    A block that can be found has its predecessors in the index, and is released before them.
-    """
+    """Yield violations of the prefix index: its counts, its unused blocks, its chains. If a block
+    can be found, its predecessors are in the index and are released after it."""
     index = kv.prefix_index
     entries, unused = index.entries(), list(index.unused)
     by_block = {entry.block: entry for entry in entries}

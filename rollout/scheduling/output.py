@@ -1,7 +1,8 @@
 """The scheduler's results: `schedule` returns a SchedulerOutput, `update_from_output` a StepUpdate.
 
-PlannedStep creates both. StepPipeline passes the plan to the executor, and the rest to
-OutputProcessor and the engine's counters. Nothing in them changes, except PrefilledPrompt.kv_spans.
+`rollout.scheduling.planned_step` creates them, and `rollout_vllm.pipeline` creates StepUpdates.
+StepPipeline passes plans to the executor, and the other results to OutputProcessor and the
+counters. All results are immutable, except for PrefilledPrompt.kv_spans.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ class SchedulerOutput:
     """The decision of one `Scheduler.schedule` call.
 
     plan: the step to run; None if nothing can run.
-    num_forked: number of requests that share the prompt of their group from this step on.
+    num_forked: number of requests that from this step on share the prompt KV of their group.
     num_prefix_hit_tokens: number of tokens whose KV was found in the prefix index.
-
-    The other fields are ids of requests.
-    admitted: requests that got a row, in the scheduler's order.
-    paused: requests that keep their blocks and wait, because free blocks ran out.
-    resumed: requests that continue after a pause.
-    preempted: requests that lost their blocks and are queued again, mostly the newest first.
+    admitted: ids of requests that got a row, in the scheduler's order.
+    paused: ids of requests that wait, with their blocks, because free blocks ran out.
+    resumed: ids of requests that continue after a pause.
+    preempted: ids of requests that lost their blocks and are queued again.
     """
 
     plan: StepPlan | None
@@ -41,9 +40,10 @@ class SchedulerOutput:
 class FinishedRequest:
     """A request that ends with this step.
 
-    finish_reason: "stop", "length", or "error" if it ends with `error`.
-    stop_reason: the stop token id or the stop word that ended it; None for any other end.
+    finish_reason: "stop", "length" or "error".
+    stop_reason: the stop token id or stop word that ended the request; None for any other end.
     kv_spans: the version that wrote the KV of each position.
+    error: the error with which the request ends; None for "stop" and "length".
     """
 
     request_id: int
@@ -59,7 +59,7 @@ class PrefilledPrompt:
 
     num_cached_tokens: number of these tokens whose KV was found in the prefix index.
     kv_spans: the version that wrote the KV of each position. The scheduler appends to this object
-        until the request is queued again, and does not change it afterwards.
+        until the request is queued again.
     """
 
     request_id: int
@@ -82,11 +82,10 @@ class StepUpdate:
     """The changes of a step that OutputProcessor writes into the records.
 
     weights_version: the version of the weights that ran the step.
-    request_ids, token_ids, sample_indices: the requests with a new token, that token, and its
-        sample row in StepOutput; equally long. A request whose logits were not finite has no new
-        token.
-    finished: the requests that end with this step, with or without a new token.
-    prefilled: the requests for which the step has computed a chunk of the prompt.
+    request_ids, token_ids, sample_indices: for each new token its request, its id, and its sample
+        row in StepOutput. A request whose logits were not finite gets no new token.
+    finished: the requests that end with this step.
+    prefilled: the requests whose prompt, or a chunk of it, the step has computed.
     scored: the requests with prompt tokens that the step has scored.
     """
 

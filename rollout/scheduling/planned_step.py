@@ -1,7 +1,9 @@
 """PlannedStep: one step, from the scheduler's decisions to its result.
 
-Scheduler makes it, RunningRequests adds block copies and preemptions, and
-`rollout.scheduling.integrity` reads the steps in flight. It writes into the step's sequences.
+`rollout.scheduling.scheduler` creates it and adds its rows. RunningRequests of
+`rollout.scheduling.queues` adds block copies, pauses and preemptions.
+`rollout.scheduling.integrity` reads the steps in flight. PlannedStep changes the step's sequences
+and indexes their blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 class PlannedStep:
     """One step: its sequences, the work for each of them, and its StepPlan.
 
-    The scheduler adds rows: first the rows that decode, then prefills and forks. The step's tokens
+    The scheduler adds rows: first those that decode, then prefills and forks. The step's tokens
     have the order of the rows. Adding a row raises the counts of its sequence. `output` returns the
-    rows as a StepPlan, and `update_from_output` writes the result into the sequences.
+    rows as a StepPlan, and `update_from_output` writes the step's result into the sequences.
     """
 
     def __init__(self, step_id: int, weights_version: int) -> None:
@@ -45,8 +47,8 @@ class PlannedStep:
         self.forks: list[tuple[Sequence, Sequence]] = []  # (parent, child)
         self.sampled: list[Sequence] = []
         self.scored: list[tuple[Sequence, int]] = []  # number of prompt tokens
-        self.prefilled: list[tuple[Sequence, int]] = []  # number of prompt tokens with KV after it
-        # Sequences with a block that is copied before the step; some have no row in it.
+        self.prefilled: list[tuple[Sequence, int]] = []  # number of tokens with KV after the step
+        # Sequences with a block that is copied before the step; some have no row in the step.
         self.copied: list[Sequence] = []
         # The fields of the plan.
         self._num_decode_rows = 0
@@ -77,10 +79,9 @@ class PlannedStep:
     def add_copies(
         self, copies: list[tuple[int, int]], num_written: list[int], sequence: Sequence
     ) -> None:
-        """Add block copies that run before the step: (source, target) pairs of block ids.
-
-        `num_written`: the number of tokens to copy of each block. `sequence` holds the targets.
-        """
+        """Add block copies that run before the step. `copies` has (source, target) pairs of block
+        ids. `num_written` has the number of tokens to copy from each block. `sequence` holds the
+        targets."""
         for (source, target), count in zip(copies, num_written, strict=True):
             self._copy_sources.append(source)
             self._copy_targets.append(target)
@@ -88,8 +89,8 @@ class PlannedStep:
         self.copied.append(sequence)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
-        """Add a row for each sequence that decodes: it computes its newest token and samples the
-        next. These rows come before all others."""
+        """Add a row for each sequence that decodes. Call it before all other rows are added. Such a
+        row computes the sequence's newest token and samples the next one."""
         assert not self.num_tokens, "decode rows come first"
         for sequence in sequences:
             sequence.num_in_flight += 1
@@ -108,10 +109,8 @@ class PlannedStep:
         self.sampled = sequences.copy()
 
     def add_prefill(self, sequence: Sequence, count: int) -> None:
-        """Add a row that computes the next `count` known tokens of a sequence.
-
-        If they include its last known token, the next token is sampled.
-        """
+        """Add a row that computes the next `count` known tokens of a sequence. If they include the
+        last known token, the next token is sampled."""
         start, end = sequence.num_computed, sequence.num_computed + count
         self._prefill_token_ids.extend(sequence.tokens[start:end])
         if sequence.scores_prompt:
@@ -129,8 +128,8 @@ class PlannedStep:
             self._add_sample(sequence)
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
-        """Sample a token for `child`, which shares the KV of `parent`, from the logits of `parent`,
-        whose row was added last."""
+        """Sample a token for `child` from the logits of `parent`, whose row was added last. The
+        child shares the KV of the parent."""
         self.forks.append((parent, child))
         self.prefilled.append((child, parent.num_computed))
         child.num_computed, child.num_cached = parent.num_computed, parent.num_cached
@@ -163,7 +162,7 @@ class PlannedStep:
         )
 
     def _send_blocks(self, sequence: Sequence) -> None:
-        """Add the entries of the sequence's block table that no plan has named yet."""
+        """Add the entries of the sequence's block table that no plan has contained yet."""
         blocks = sequence.table.blocks
         for index in range(sequence.num_blocks_sent, len(blocks)):
             self._table_rows.append(sequence.table.row)
@@ -172,10 +171,10 @@ class PlannedStep:
         sequence.num_blocks_sent = len(blocks)
 
     def _add_scores(self, sequence: Sequence, start: int, end: int) -> None:
-        """Add scores of the prompt tokens that follow the positions [start, end)."""
+        """Add scores for the prompt tokens that follow the positions [start, end)."""
         last = min(end, sequence.num_prompt - 1)
         if last <= start:
-            return  # no prompt token follows the last one, nor what was generated after it
+            return  # no prompt token follows these positions
         first_source = self.num_tokens
         self._score_sources.extend(range(first_source, first_source + last - start))
         self._score_targets.extend(sequence.tokens[start + 1 : last + 1])
@@ -231,13 +230,10 @@ class PlannedStep:
     # ---- the result
 
     def update_from_output(self, output: StepOutput) -> StepUpdate:
-        """Append the version that wrote the KV, and the sampled tokens, to the sequences.
-
-        Sequences that have ended since the step was planned get no token. Returns the changes for
-        the records.
-        """
+        """Append the step's KV versions and sampled tokens to the sequences. Returns the changes
+        for records. Sequences that have ended since the step was planned get no token."""
         for sequence, count in self.computed:
-            # Also if the sequence has ended: the children of its fork use the same blocks.
+            # Ended sequences are included: the children of their forks use the same blocks.
             sequence.kv_spans.append(count, self.weights_version)
         for parent, child in self.forks:
             if child.phase is not Phase.FINISHED:
@@ -273,10 +269,10 @@ class PlannedStep:
         )
 
     def cache_blocks(self, kv_cache_manager: KVCacheManager) -> None:
-        """Index the blocks that the step has filled. Called after `update_from_output`."""
+        """Index the blocks that the step has filled. Call it after `update_from_output`."""
         for sequence, _ in self.computed:
-            # Also if the sequence has ended: it holds its blocks while the step is in flight, and
-            # the children of its fork use them. But tokens sampled after its end are not known.
+            # An ended sequence is included: it holds its blocks while the step is in flight, and
+            # the children of its fork use them. Tokens sampled after its end are not known.
             if len(sequence.kv_spans) <= len(sequence.tokens):
                 kv_cache_manager.cache_blocks(
                     sequence.table, sequence.tokens, sequence.kv_spans, self.weights_version
@@ -312,15 +308,12 @@ class PlannedStep:
 
 
 def _append(sampled: list[Sequence], token_ids: list[int]) -> list[FinishedRequest]:
-    """Append one token to each sequence. Returns the requests that end with it.
-
-    `check_stop` is called only for tokens that may end a request: a call for each token would take
-    most of the time here.
-    """
+    """Append one token to each sequence. Returns the requests that end with their token."""
     finished = []
     for sequence, token_id in zip(sampled, token_ids, strict=True):
         tokens, rule = sequence.tokens, sequence.stop_rule
         tokens.append(token_id)
+        # A call of check_stop for each token would take most of the time here.
         if token_id in rule.end_ids or len(tokens) >= sequence.max_length or rule.stop_words:
             stop: Stop | None
             error: Exception | None = None

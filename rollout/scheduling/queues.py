@@ -1,6 +1,7 @@
-"""A scheduler's requests: waiting ones in a RequestQueue, ones with rows in RunningRequests.
+"""RequestQueue holds the waiting requests, and RunningRequests the requests that have rows.
 
-Only Scheduler makes and calls them. They change sequences, KV blocks and the memory forecast.
+Only `rollout.scheduling.scheduler` creates and calls them. They change sequences, KV blocks, the
+routing record and the memory forecast.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ _Order = tuple[int, int]
 
 
 class RequestQueue:
-    """The requests that wait, sorted by `Sequence.order`: a preempted request returns to its place.
-
-    Adding, removing and reading the head take O(log n). Iteration is in no particular order.
+    """The waiting requests, sorted by `Sequence.order`. A preempted request returns to its old
+    place. Adding, removing and reading the head take O(log n). Iteration has no particular order.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[_Order, Sequence] = {}
         self._groups: dict[int, dict[_Order, Sequence]] = {}
-        # Heaps. Entries of sequences that have left are skipped, and removed once there are many.
+        # Two heaps. Entries of sequences that have left are skipped, and cleared if there are many.
         self._by_order: list[_Order] = []
         self._by_arrival: list[tuple[int, _Order]] = []
 
@@ -39,13 +39,13 @@ class RequestQueue:
 
     @property
     def head(self) -> Sequence:
-        """The first sequence in order. The caller has checked that there is one."""
+        """The first sequence in order. The queue must not be empty."""
         while self._by_order[0] not in self._waiting:
             heapq.heappop(self._by_order)
         return self._waiting[self._by_order[0]]
 
     def promote_longest_waiting(self) -> None:
-        """Move the request that arrived first to the head, by giving it the old head's priority."""
+        """Move the request that arrived first to the head, with the priority of the former head."""
         while self._by_arrival[0][1] not in self._waiting:
             heapq.heappop(self._by_arrival)
         sequence, head = self._waiting[self._by_arrival[0][1]], self.head
@@ -55,7 +55,6 @@ class RequestQueue:
             self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence at its place."""
         order = sequence.order
         self._waiting[order] = sequence
         if sequence.group_id is not None:
@@ -64,7 +63,6 @@ class RequestQueue:
         heapq.heappush(self._by_arrival, (order[1], order))
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue."""
         del self._waiting[sequence.order]
         if sequence.group_id is not None:
             group = self._groups[sequence.group_id]
@@ -86,12 +84,14 @@ class RequestQueue:
 class RunningRequests:
     """The requests that have rows, sorted by `Sequence.order`.
 
-    It allocates the blocks of their next tokens, oldest request first. When blocks run out, the
-    newest request is preempted: its row and blocks are freed, and the scheduler queues it again.
-    With `max_paused_blocks` above 0, a request that finds no block is paused instead and keeps its
-    blocks. Paused requests are preempted, newest first, while all of them together hold more blocks
-    than that. A request is also paused if all newer requests have a step in flight, which forbids
-    preemption. `paused` has the paused requests in order.
+    It allocates blocks for the next tokens of all requests, oldest request first. When blocks run
+    out, the newest request is preempted: its row and blocks are freed, and the scheduler queues it
+    again.
+
+    If `max_paused_blocks` is above 0, a request that finds no block is paused instead and keeps its
+    blocks. The newest paused requests are preempted while all paused requests together hold more
+    than `max_paused_blocks` blocks. A request is also paused if every newer request has a step in
+    flight, which forbids preemption. `paused` has the paused requests in order.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RunningRequests:
     # ---- entering and leaving
 
     def add(self, sequence: Sequence) -> None:
-        """Give a sequence a row. The caller has checked that one is free."""
+        """Give a sequence a row. The caller has checked that a row is free."""
         sequence.phase = Phase.RUNNING
         self._kv.allocate_row(sequence.table)
         sequence.is_new_row = True
@@ -125,25 +125,24 @@ class RunningRequests:
         self._forecast.add(sequence)
 
     def finish(self, sequence: Sequence, *, has_stopped: bool) -> None:
-        """Remove a sequence that has ended. Its row and blocks are freed at once, or as soon as no
-        plan in flight uses them.
-
-        `has_stopped`: it ended by itself, not by a limit or an abort.
-        """
+        """Remove a sequence that has ended. `has_stopped` is whether its finish reason is "stop".
+        Its row and blocks are freed at once, or as soon as no plan in flight uses them."""
         self._remove(sequence, has_stopped=has_stopped)
         sequence.phase = Phase.FINISHED
         if not sequence.num_in_flight:
             self._free(sequence)
 
     def leave_flight(self, step: PlannedStep) -> None:
-        """Record that a step is no longer in flight, and free ended sequences that only it held."""
+        """Record that a step is no longer in flight, and free ended sequences that only this step
+        used."""
         for sequence in step.sequences():
             sequence.num_in_flight -= 1
             if sequence.phase is Phase.FINISHED and not sequence.num_in_flight:
                 self._free(sequence)
 
     def release(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Free the rows and blocks of sequences, for the caller to queue. Returns them in order."""
+        """Free the rows and blocks of sequences. Returns the sequences in order, for the caller to
+        queue."""
         ordered = sorted(sequences, key=order_of)
         for sequence in ordered:
             assert not sequence.num_in_flight, "a plan in flight writes to its blocks"
@@ -156,7 +155,7 @@ class RunningRequests:
         index = bisect.bisect_left(self._sequences, sequence.order, key=order_of)
         assert self._sequences[index] is sequence
         del self._sequences[index]
-        if self._routing is not None:  # the blocks go soon
+        if self._routing is not None:  # before the blocks are freed
             blocks, num_positions = sequence.table.blocks, len(sequence.kv_spans)
             self._routing.keep(sequence.request_id, blocks, num_positions)
         if sequence.phase is Phase.PAUSED:
@@ -170,10 +169,8 @@ class RunningRequests:
     # ---- blocks for the next step
 
     def allocate(self, step: PlannedStep) -> list[Sequence]:
-        """Give each sequence the blocks of its next tokens. Returns the sequences that can run.
-
-        Records in `step` which sequences are paused, resumed and preempted.
-        """
+        """Give each sequence the blocks for its next tokens. Returns the sequences that can run.
+        Records in `step` which sequences are paused, resumed and preempted."""
         self._forecast.start_step()
         runnable: list[Sequence] = []
         for sequence in self._sequences.copy():
@@ -192,11 +189,9 @@ class RunningRequests:
         return runnable
 
     def allocate_alone(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Give one sequence the blocks of its next tokens, whatever its place in the order.
-
-        If the sequence waits, a row is free for it afterwards. Newest first, other sequences are
-        preempted until it has its blocks.
-        """
+        """Give one sequence the blocks for its next tokens, regardless of its order. If it waits, a
+        row is free for it afterwards. Other sequences are preempted, newest first, until it has its
+        blocks."""
         has_row = sequence.phase is not Phase.WAITING or self._kv.num_free_rows > 0
         has_blocks = has_row and self._allocate(sequence, step)
         for newest in [] if has_blocks else reversed(self._sequences.copy()):
@@ -207,21 +202,19 @@ class RunningRequests:
         self._resume(step, [sequence])
 
     def _allocate_or_preempt(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence its blocks, preempting newer ones if needed; else pause it. Returns
-        False if it cannot run in this step."""
+        """Give the sequence its blocks, and preempt newer sequences if needed; otherwise pause it.
+        Returns False if it cannot run in this step."""
         while not self._allocate(sequence, step):
             if not self._preempt_for(sequence, step):
                 self._pause(sequence, step)
                 return False
             if sequence.phase is Phase.WAITING:
-                return False  # it was the newest itself
+                return False  # it was the newest and has been preempted
         return True
 
     def _allocate(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Give the sequence blocks for all its tokens. Returns False if there are too few.
-
-        Copies of shared blocks that it will write are added to `step`.
-        """
+        """Give the sequence blocks for all its tokens. Returns False if too few blocks are free.
+        Copies of shared blocks that it will write are added to `step`."""
         start, end = sequence.num_computed, sequence.num_tokens
         copies = self._kv.allocate(sequence.table, start, end)
         if copies is None:
@@ -243,11 +236,11 @@ class RunningRequests:
         step.preempted.append(sequence)
 
     def _preempt_for(self, sequence: Sequence, step: PlannedStep) -> bool:
-        """Preempt the newest sequence that no plan in flight uses, if it is not older than
-        `sequence`. Returns False if there is none.
+        """Preempt the newest sequence that no plan in flight uses, to free blocks for `sequence`.
 
-        The oldest sequence is never preempted, so that it progresses. If sequences may pause,
-        others are preempted only for the oldest one.
+        Returns False if there is no such sequence that is as new as `sequence` or newer. The oldest
+        sequence is never preempted, so that it progresses. If sequences can pause, preemption is
+        only for the oldest sequence.
         """
         oldest = self._sequences[0]
         if self._max_paused_blocks and sequence is not oldest:
@@ -268,11 +261,9 @@ class RunningRequests:
             step.paused.append(sequence)
 
     def _pause_newest(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Pause as many of the newest runnable sequences as hold the blocks that older ones lack.
-
-        Steps in flight forbid to preempt them now; the next step preempts them. Does nothing with
-        `max_paused_blocks` above 0.
-        """
+        """Pause the newest runnable sequences until the paused ones hold the blocks that older
+        sequences lack. Steps in flight forbid their preemption now; the next step preempts them.
+        Does nothing if `max_paused_blocks` is above 0."""
         short = [s for s in self.paused if s.num_tokens > s.writable_end]
         if self._max_paused_blocks or not short:
             return
@@ -290,10 +281,9 @@ class RunningRequests:
                 step.resumed.append(sequence)
 
     def _preempt_excess(self, step: PlannedStep) -> None:
-        """Preempt the newest paused sequences until the rest hold at most `max_paused_blocks`.
-
-        Does nothing if that is 0. Sequences in flight, and the oldest sequence, are not preempted.
-        """
+        """Preempt the newest paused sequences until the others hold at most `max_paused_blocks`.
+        Does nothing if `max_paused_blocks` is 0. Sequences in flight, and the oldest sequence, are
+        not preempted."""
         num_held = sum([len(s.table.blocks) for s in self.paused])
         for sequence in reversed(self.paused.copy()):
             if num_held <= self._max_paused_blocks or not self._max_paused_blocks:

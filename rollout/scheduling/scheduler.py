@@ -1,10 +1,12 @@
-"""Scheduler: decides what runs in each step, and updates the requests from its result.
+"""Scheduler: decides what runs in each step, and updates the requests from the step's result.
 
-Continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first, prefill
-chunks share what is left of `max_tokens`. The order is fixed: higher priority first, then arrival.
-A request is admitted when the expected lengths of outputs leave room for it. StepPipeline calls
-`schedule` and `update_from_output`, Engine adds and ends requests, and Suspension queues running
-requests again. `rollout.engine.build` makes it.
+It does continuous batching (Yu et al. 2022, "Orca") over a paged KV cache. Decode rows go first,
+and prefill chunks share the tokens that are left of `max_tokens`. Requests run in a fixed order:
+higher priority first, then arrival. A request is admitted when the expected lengths of all outputs
+leave room for it.
+
+`rollout.engine.build` creates it. StepPipeline calls `schedule` and `update_from_output`. Engine
+adds and ends requests. Suspension queues running requests again.
 """
 
 from __future__ import annotations
@@ -44,18 +46,16 @@ class _BlockedHead:
 
     order: tuple[int, int]
     weights_version: int
-    # The forecast changes by whole blocks. So the head is tried again after as many steps as a
-    # block has tokens, or as soon as this many blocks are free.
+    # The forecast changes by whole blocks, so the head is tried again after `block_size` steps.
     period: int
     num_free_blocks_needed: int
 
 
 class Scheduler:
-    """Implements `SchedulerInterface` of rollout.engine.protocols. Only it and its parts write
-    sequences.
+    """Implements `SchedulerInterface`. Only the scheduler and its parts write sequences.
 
-    `schedule` may be called again before the result of its plan is known: `in_flight` has the
-    planned steps without a result, oldest first. Each of `requests` is in `waiting`, or in
+    `schedule` may be called again before the result of its plan is known. `in_flight` has the
+    planned steps without a result, oldest first. Each of `requests` is either in `waiting`, or in
     `running` with a row and blocks. A preempted request returns to its old place in the queue.
     """
 
@@ -69,7 +69,7 @@ class Scheduler:
         schedule_conservativeness: float = 1.0,
         routing: RoutingRecord | None = None,
     ) -> None:
-        """`routing`: the record of the tokens' experts; None if they are not recorded."""
+        """`routing` is the record of the tokens' experts; None if experts are not recorded."""
         self.kv_cache_manager = self._kv = kv_cache_manager
         self.requests: dict[int, Sequence] = {}
         self.waiting = RequestQueue()
@@ -86,11 +86,11 @@ class Scheduler:
         self._next_step_id = 0
         self._num_arrivals = 0
         self._num_admissions = 0
-        # By group: the sample whose prefill the other samples wait for.
+        # For each group the sample whose prefill the other samples wait for.
         self._leaders: dict[int, Sequence] = {}
         self._blocked_head: _BlockedHead | None = None
         self._was_prefill_alone = False
-        self._num_without_room = 0  # requests that the last step had no room for
+        self._num_without_room = 0  # requests for which the last step had no room
 
     # ---- requests
 
@@ -107,11 +107,9 @@ class Scheduler:
         stop_rule: StopRule,
         wants_prompt_logprobs: bool,
     ) -> None:
-        """Queue a request behind the requests of its priority. The samples of a group, which
-        have the same `group_id`, are added one after another.
-
-        Tokens beyond the first `num_prompt` were generated before.
-        """
+        """Queue a request behind the requests of its priority. Tokens after the first `num_prompt`
+        were generated earlier. Samples of one group have the same `group_id` and are added one
+        after another."""
         sequence = Sequence(
             request_id=request_id,
             order=(-priority, self._num_arrivals),
@@ -135,28 +133,26 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def finish_request(self, request_id: int) -> VersionSpans:
-        """End a request in any phase. Returns the version that wrote each position's KV.
-
-        Its blocks are freed at once, or as soon as no plan in flight uses them.
-        """
+        """End a request in any phase. Returns the version that wrote each position's KV. Its blocks
+        are freed at once, or as soon as no plan in flight uses them."""
         sequence = self.requests[request_id]
         self._finish(sequence)
         return sequence.kv_spans.copy()
 
     def request_ids(self) -> Collection[int]:
-        """Return the ids of all requests."""
         return self.requests.keys()
 
     def running_ids(self) -> list[int]:
-        """Return the ids of the requests that have rows: they neither wait nor have ended."""
+        """Return the ids of the requests that have rows."""
         return [sequence.request_id for sequence in self.running]
 
     def kv_spans(self, request_id: int) -> VersionSpans:
-        """Return the version that wrote the KV of each of the request's positions so far."""
+        """Return a copy of the versions that wrote the KV of the positions computed so far."""
         return self.requests[request_id].kv_spans.copy()
 
     def routing(self, request_id: int) -> NDArray[np.int16] | None:
-        """Return the experts of the request's positions with committed KV; None if not recorded."""
+        """Return the experts of the positions with committed KV; None if experts are not
+        recorded."""
         sequence = self.requests[request_id]
         if self._routing is None or not sequence.table.blocks:
             return None
@@ -169,11 +165,11 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request. Plans of requests that have ended may still be in flight."""
+        """Whether there is no request. Plans of ended requests may still be in flight."""
         return not self.requests
 
     def counts(self) -> SchedulerCounts:
-        """Return the numbers of requests by phase and of blocks, as of now."""
+        """Return the current number of requests in each phase, and the numbers of blocks."""
         num_paused = len(self.running.paused)
         return SchedulerCounts(
             num_waiting=len(self.waiting),
@@ -186,7 +182,7 @@ class Scheduler:
         )
 
     def violations(self) -> list[str]:
-        """Return the invariants of queue, rows and blocks that do not hold, one sentence each."""
+        """Return the violated invariants of queue, rows and blocks, one sentence each."""
         waiting, running = list(self.waiting), list(self.running)
         return find_violations(
             self.requests, waiting, running, self.in_flight, self.kv_cache_manager
@@ -211,10 +207,8 @@ class Scheduler:
         return self._enter_flight(step)
 
     def schedule_alone(self, request_id: int, weights_version: int) -> SchedulerOutput:
-        """Plan a step of this request alone, whatever its place in the queue.
-
-        No plan may be in flight. The request shares no cached prefix and forks no group.
-        """
+        """Plan a step of this request alone, regardless of its place in the queue. No plan may be
+        in flight. The request does not use cached prefixes and forks no group."""
         sequence = self.requests[request_id]
         step = PlannedStep(self._next_step_id, weights_version)
         self.running.allocate_alone(sequence, step)
@@ -229,7 +223,7 @@ class Scheduler:
         return self._enter_flight(step)
 
     def _enter_flight(self, step: PlannedStep) -> SchedulerOutput:
-        """Put a step in flight if it has tokens. Returns its plan and the decisions."""
+        """Put a step in flight if it has tokens. Returns its plan and decisions."""
         has_queue = len(self.waiting) > 0
         is_deferred = has_queue and self._awaits_leader(self.waiting.head)
         self._num_without_room = 0 if is_deferred else len(self.waiting)
@@ -242,10 +236,8 @@ class Scheduler:
         return output
 
     def update_from_output(self, plan: StepPlan, output: StepOutput) -> StepUpdate:
-        """Write the result of the oldest plan in flight into its sequences.
-
-        Finished requests leave the scheduler. Returns the changes for the records.
-        """
+        """Write the result of the oldest plan in flight into its sequences. Finished requests leave
+        the scheduler. Returns the changes for the records."""
         step = self.in_flight.popleft()
         assert step.step_id == plan.step_id, "results come in the order of the plans"
         if self._routing is not None:
@@ -264,21 +256,19 @@ class Scheduler:
         return update
 
     def _distrust_kv_of(self, sequence: Sequence, version: int) -> None:
-        """Exclude KV that may be the cause of logits that were not finite under `version`.
-
-        If all KV of the request is of this version, requests under other weights do not match it.
-        If some is older, that KV is excluded from all matches.
-        """
+        """Exclude KV that may have caused non-finite logits under `version` from prefix matches."""
+        # If all of the request's KV is of this version, later versions do not match it. If some is
+        # older, the older KV may be the cause and is not matched any more.
         self._kv.distrust(version - 1 if sequence.kv_spans.min() < version else version)
 
     def abandon(self) -> tuple[int, ...]:
-        """Drop the plans in flight, which have failed. Their requests are queued again, with their
-        committed tokens. Returns the ids of these requests.
-        """
+        """Drop the plans in flight, which have failed, and queue their requests again. The requests
+        keep their committed tokens. Returns the ids of these requests."""
         touched: dict[int, Sequence] = {}
         while self.in_flight:
             step = self.in_flight.popleft()
-            # If a block copy has not run, the sequences whose tables name its target have no KV.
+            # A block copy of the step has perhaps not run, so sequences that hold its target are
+            # queued again, too.
             touched |= {id(s): s for s in (*step.sequences(), *step.copied)}
             self.running.leave_flight(step)
         has_row = (Phase.RUNNING, Phase.PAUSED)
@@ -292,13 +282,13 @@ class Scheduler:
         return self._requeue(self.running)
 
     def requeue_older_than(self, version: int) -> tuple[int, ...]:
-        """Queue the requests with KV written before `version` again. Returns their ids."""
+        """Queue the requests again that have KV written before `version`. Returns their ids."""
         return self._requeue([s for s in self.running if s.kv_spans and s.kv_spans.min() < version])
 
     # ---- from queue to row, and back
 
     def _start_running(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Move a waiting sequence to a row. The caller has checked that one is free."""
+        """Move a waiting sequence to a row. The caller has checked that a row is free."""
         self.waiting.remove(sequence)
         self.running.add(sequence)
         step.admitted.append(sequence)
@@ -323,7 +313,8 @@ class Scheduler:
     # ---- prefill and admission
 
     def _add_running(self, step: PlannedStep, runnable: list[Sequence]) -> None:
-        """Plan a token of each sequence that decodes, then chunks of prompts begun earlier."""
+        """Plan a token for each sequence that decodes, then chunks of prompts whose prefill has
+        begun."""
         step.add_decodes([s for s in runnable if s.is_on_device])
         if step.num_tokens == len(runnable):
             return
@@ -332,11 +323,9 @@ class Scheduler:
                 self._add_prefill(step, sequence, count)
 
     def _chunk_size(self, step: PlannedStep, sequence: Sequence) -> int:
-        """Return how many tokens of the sequence's prefill fit this step; 0 if it must wait.
-
-        Without chunked prefill a prompt waits until it fits whole. A prompt longer than any step,
-        or whose prefill has begun, gets the room that is left.
-        """
+        """Return how many tokens of the sequence's prefill this step computes; 0 if it must wait.
+        Without chunked prefill a prompt waits until all of it fits. A prompt longer than any step,
+        or whose prefill has begun, gets the room that is left."""
         room = max(0, self.max_tokens - step.num_tokens)
         if sequence.num_uncomputed <= room:
             return sequence.num_uncomputed
@@ -345,18 +334,16 @@ class Scheduler:
         return room if self._enable_chunked_prefill or has_begun or is_too_long else 0
 
     def _add_prefill(self, step: PlannedStep, sequence: Sequence, count: int) -> None:
-        """Plan a chunk. With the last chunk, fork the waiting samples of the same prompt."""
+        """Plan a chunk of a prompt. With the last chunk, fork the waiting samples of the same
+        prompt."""
         step.add_prefill(sequence, count)
         if sequence.is_on_device and sequence.is_fresh:
             self._fork_group(step, sequence)
 
     def _fork_group(self, step: PlannedStep, leader: Sequence) -> None:
-        """Start the leader's waiting siblings, as many as rows and blocks allow. They share its KV
-        and its logits.
-
-        Each takes a block of its own in the next step. A sibling that wants its prompt scored
-        computes the prompt itself.
-        """
+        """Start as many waiting siblings of the leader as rows and blocks allow. Siblings share the
+        leader's KV and logits, and each takes its own block in the next step. A sibling whose
+        prompt must be scored computes the prompt itself."""
         if leader.group_id is not None:
             self._leaders.pop(leader.group_id, None)
         leader.writable_end = 0  # its last block is shared now
@@ -376,7 +363,7 @@ class Scheduler:
             step.add_fork(leader, child)
 
     def _admit(self, step: PlannedStep) -> None:
-        """Take requests from the queue, strictly in order, while rows, blocks and tokens last."""
+        """Admit requests from the queue, strictly in order, while rows, blocks and tokens last."""
         while len(self.waiting) and self._kv.num_free_rows and step.num_tokens < self.max_tokens:
             if self._num_admissions % ADMISSIONS_PER_AGED == ADMISSIONS_PER_AGED - 1:
                 self.waiting.promote_longest_waiting()
@@ -407,21 +394,18 @@ class Scheduler:
             self._add_prefill(step, sequence, count)
 
     def _match_prefix(self, sequence: Sequence, weights_version: int) -> None:
-        """Give the sequence the cached blocks of its first tokens, which count as computed.
-
-        A sequence that wants its prompt scored needs the logits of all tokens and shares nothing.
-        """
-        if not sequence.scores_prompt:
+        """Give the sequence the cached blocks of its first tokens, which then count as computed."""
+        if not sequence.scores_prompt:  # scoring needs the logits of all prompt tokens
             spans = self._kv.match_prefix(sequence.table, sequence.tokens, weights_version)
             sequence.kv_spans.extend(spans)
             sequence.num_computed = len(spans)
 
     def _head_needs_the_step(self, num_running: int) -> bool:
-        """Return whether the head of the queue gets this step for itself, without chunked prefill.
-        The caller has checked that there is one.
+        """Return whether the head of the queue gets the next step for itself. The queue is not
+        empty.
 
-        It does if it fits a step, but no step with the running rows beside it. The running rows
-        wait for that step, and the next head of the queue waits for the step after it.
+        It does if chunked prefill is off and its prompt fits a step only without the running rows.
+        The running rows then wait for that step, and the next such prompt waits for a later step.
         """
         if self._enable_chunked_prefill or self._was_prefill_alone:
             return False
@@ -429,11 +413,9 @@ class Scheduler:
         return num_tokens <= self.max_tokens < num_tokens + num_running
 
     def _allocate_first(self, sequence: Sequence) -> int:
-        """Give the head of the queue blocks for all tokens it has, if it is expected to fit.
-
-        Returns how many blocks are missing. If any is missing, none is taken, and no cached block
-        is evicted.
-        """
+        """Give the head of the queue blocks for all its tokens, if it is expected to fit. Returns
+        how many blocks are missing. If any block is missing, none is taken and no cached block is
+        evicted."""
         start, end = sequence.num_computed, sequence.num_tokens
         num_own = self._kv.blocks_for(end) - len(sequence.table.blocks)
         num_missing = self._forecast.num_missing_blocks(self.running, sequence, num_own)
@@ -445,7 +427,8 @@ class Scheduler:
         return 0
 
     def _is_still_blocked(self, head: Sequence, step: PlannedStep) -> bool:
-        """Return whether the head found no room, and nothing has changed that could give it any."""
+        """Return whether the head found no room earlier, and nothing has changed that can give it
+        room."""
         blocked = self._blocked_head
         return (
             blocked is not None
@@ -457,7 +440,8 @@ class Scheduler:
         )
 
     def _awaits_leader(self, sequence: Sequence) -> bool:
-        """Return whether another sample of its group computes the prompt now and will fork it."""
+        """Return whether another sample of the group computes the prompt now, and will fork
+        `sequence`."""
         if sequence.group_id is None or not sequence.is_fresh or sequence.wants_prompt_logprobs:
             return False
         leader = self._leaders.get(sequence.group_id)
@@ -467,7 +451,7 @@ class Scheduler:
 
 
 def _assumed_length(num_prompt: int, params: SamplingParams, rule: StopRule) -> int:
-    """Return the length that a request is assumed to reach as long as no output has stopped."""
+    """Return the length that a request is assumed to reach before any output has stopped."""
     is_limited = params.num_tokens_to_generate is not None or params.num_tokens_total is not None
     assumed = rule.max_length if is_limited else num_prompt + ASSUMED_OUTPUT_TOKENS
     return min(rule.max_length, assumed)

@@ -1,7 +1,7 @@
 """Sequence: the running state of one request.
 
-Scheduler makes it. It is written by Scheduler, RequestQueue, RunningRequests, MemoryForecast and
-PlannedStep.
+`rollout.scheduling.scheduler` creates it. Scheduler, RequestQueue, RunningRequests, MemoryForecast
+and PlannedStep write it, and `rollout.scheduling.integrity` checks it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ order_of, request_id_of = attrgetter("order"), attrgetter("request_id")
 
 
 class Phase(Enum):
-    """Phase of a sequence. PAUSED: it keeps its row, but found no block for its next token."""
+    """Phase of a sequence. A PAUSED sequence keeps its row and blocks, and waits for free
+    blocks."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -30,25 +31,30 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """The running state of one request. Counts include plans in flight; `tokens` are committed.
+    """The running state of one request.
 
-    order           (-priority, arrival): a smaller one runs first, a larger one is preempted first
-    num_prompt      length of the original prompt, before any checkpoint
-    num_prompt_blocks, max_blocks   blocks of the prompt, and of all tokens that may be computed
-    assumed_blocks  max_blocks, or fewer if the request gives no limit
-    length_draw     quantile of the expected output length, by `length_draw` of the forecast
-    num_output_blocks   blocks of output that the forecast has counted
-    num_computed    positions whose KV is written
-    num_cached      positions found in the prefix index when it began to run
-    num_tokens      prompt and sampled tokens; tokens beyond len(tokens) are still on the device
-    num_entered     tokens with which it entered this engine
-    num_in_flight   number of plans in flight that compute or sample it
-    num_blocks_sent number of blocks, from the table's first on, that plans have sent to the device
-    writable_end    positions before this one can be written: the sequence alone holds their blocks
-    is_on_device    it decodes: its last token was sampled in this row
-    is_new_row      no plan has named the sampling parameters of its row yet
-    kv_spans        the version that wrote the KV of each committed position. The request's record
-                    holds the same object while it grows; `restart` makes a new one.
+    Counts include the plans in flight, but `tokens` and `kv_spans` include only committed steps.
+
+    order: (-priority, arrival). The smallest order runs first, and the largest is preempted first.
+    num_prompt: length of the original prompt, before any checkpoint.
+    num_prompt_blocks: number of blocks that the original prompt fills.
+    max_blocks: number of blocks for all tokens that may be computed.
+    assumed_blocks: `max_blocks`, or fewer if the request sets no length limit.
+    length_draw: determines the expected output length; see `rollout.scheduling.forecast`.
+    num_output_blocks: blocks of output that the forecast has counted.
+    num_computed: positions whose KV is written.
+    num_cached: positions found in the prefix index when the request began to run.
+    num_tokens: prompt and sampled tokens; tokens after the first len(tokens) are still on the
+        device.
+    num_entered: number of tokens when the request entered this engine.
+    num_in_flight: number of plans in flight that compute or sample the sequence.
+    num_blocks_sent: number of leading blocks of the table that plans have sent to the device.
+    writable_end: end of the positions that can be written, because no other sequence holds their
+        blocks.
+    is_on_device: whether the sequence decodes: its last token was sampled in its row.
+    is_new_row: whether no plan has contained the row's sampling parameters yet.
+    kv_spans: the version that wrote the KV of each committed position. The request's record shares
+        this object while it grows; `restart` replaces it.
     """
 
     request_id: int
@@ -86,7 +92,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that have no KV yet; 1 for a sequence that decodes."""
+        """Number of tokens that have no KV yet; 1 for a sequence that decodes."""
         return self.num_tokens - self.num_computed
 
     @property
@@ -100,7 +106,7 @@ class Sequence:
         return self.wants_prompt_logprobs and self.num_tokens == self.num_entered
 
     def restart(self) -> None:
-        """Reset all running state. The tokens are kept and computed again from position 0."""
+        """Reset all running state except the tokens, which are computed again from position 0."""
         self.phase = Phase.WAITING
         self.num_blocks_sent = self.num_computed = self.writable_end = 0
         self.num_tokens = len(self.tokens)

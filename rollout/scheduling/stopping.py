@@ -1,7 +1,8 @@
-"""check_stop: whether a request ends, from its tokens and, for stop words, from their text.
+"""check_stop: decides whether a request ends with its newest token.
 
-PlannedStep calls it for tokens that may end a request. InputProcessor makes the StopRules of an
-engine's requests.
+`rollout.scheduling.planned_step` and `rollout_vllm.pipeline` call it.
+`rollout.engine.input_processor` creates the StopRules. check_stop changes only the state of
+`StopRule.stop_strings`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from rollout.generated_text import StopStrings
 class Stop(NamedTuple):
     """The end of a request.
 
-    finish_reason: "stop", "length" or "error". stop_reason: the stop token id or stop word that
-    ended it; None if an end token, the length or an error did.
+    finish_reason: "stop", "length" or "error".
+    stop_reason: the stop token id or stop word that ended the request; None for any other end.
     """
 
     finish_reason: str
@@ -25,7 +26,7 @@ class Stop(NamedTuple):
 
 
 class StopWord(NamedTuple):
-    """A stop word, and its token ids as the tokenizer encodes it."""
+    """A stop word, and the token ids to which the tokenizer encodes it."""
 
     word: str
     ids: tuple[int, ...]
@@ -35,13 +36,13 @@ class StopWord(NamedTuple):
 class StopRule:
     """The conditions that end a request.
 
-    end_ids: token ids that end it.
-    stop_token_ids: the `end_ids` that the request names, not the model or the tokenizer.
-    stop_words: words that end it when the newest tokens are the word's `ids`.
-    max_length: most tokens of prompt and output together.
-    stop_strings: finds the stop words in the generated text; None without stop words or tokenizer.
-        It keeps the state of one text, so each request needs its own.
-    min_tokens: up to this number of generated tokens, only `max_length` ends the request.
+    end_ids: token ids that end the request.
+    stop_token_ids: those of the `end_ids` that the request itself names.
+    stop_words: words that end the request when the newest tokens are the word's `ids`.
+    max_length: maximum number of tokens in prompt and output together.
+    stop_strings: finds stop words in the generated text; None if there are no stop words or no
+        tokenizer. It keeps the state of one text, so each request needs its own.
+    min_tokens: number of generated tokens up to which only `max_length` ends the request.
     """
 
     end_ids: tuple[int, ...]
@@ -53,10 +54,10 @@ class StopRule:
 
 
 def check_stop(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> Stop | None:
-    """Return the end of a request by its newest token, `tokens[-1]`; None if it goes on.
+    """Return how the newest token, `tokens[-1]`, ends the request; None if the request continues.
 
-    A token that both stops and fills the length counts as "stop". Stop words never reach into the
-    prompt. Raises DetokenizeError if the tokenizer cannot decode the tokens.
+    A token that both stops the request and reaches `max_length` counts as "stop". Stop words never
+    include tokens of the prompt. Raises DetokenizeError if the tokenizer cannot decode the tokens.
     """
     if len(tokens) - num_prompt_tokens > rule.min_tokens:
         if tokens[-1] in rule.end_ids:
@@ -68,9 +69,8 @@ def check_stop(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> S
 
 
 def _stop_word_at_end(tokens: Tokens[int], num_prompt_tokens: int, rule: StopRule) -> str | None:
-    """Return the stop word that the newest token completes in the text, else the first stop word
-    whose ids are the newest tokens, else None.
-    """
+    """Return the stop word that the newest token completes; None if there is none. A stop word in
+    the text comes before a stop word whose ids are the newest tokens."""
     strings = rule.stop_strings
     word = None if strings is None else strings.word_at_end(tokens, num_prompt_tokens)
     if word is not None:

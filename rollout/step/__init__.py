@@ -1,5 +1,4 @@
-"""The contract between scheduler and model executor: a StepPlan of integers in, a StepOutput of
-sampled tokens out.
+"""The interface between scheduler and executor: StepPlan, StepOutput and random numbers.
 
 `rollout.scheduling` plans steps, `rollout.engine` runs them on an executor, and `rollout.worker`
 and `rollout.backends` compute them.

@@ -1,11 +1,11 @@
 """StepOutput: the tokens that one step sampled and scored.
 
-Made by ModelRunner and the sampling code of the backends, copied to the host by
-`rollout.backends.executors.transfer`, passed on by the executors and StepPipeline, and read by
-Scheduler and OutputProcessor. Immutable.
+`rollout.worker.model_runner` and `rollout.backends` create it, and
+`rollout.backends.executors.transfer` copies it to the host. Executors and StepPipeline pass it on
+to Scheduler and OutputProcessor, which read it. It is immutable.
 
 Shape letters: S sample rows, P scored tokens, N the largest top-n of the step, T tokens, L layers
-with experts, K experts of a token.
+with experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult(Generic[Array]):
-    """S sampled tokens. Log-probs follow the `logprobs_mode` of the row's request.
-
-    A row whose logits were not finite has `is_finite_S` False and a meaningless token. An array is
-    None if no request of the step asked for it.
-    """
+    """S sampled tokens. Log-probs follow the `logprobs_mode` of each row's request. A row whose
+    logits were not finite has `is_finite_S` False and a meaningless token. An array is None if no
+    request of the step asked for its values."""
 
     token_ids_S: Array  # int64
     is_finite_S: Array  # bool
@@ -40,8 +38,8 @@ class SampleResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult(Generic[Array]):
-    """Scores of P prompt tokens under the raw logits. An array is None if no request of the step
-    asked for it."""
+    """Scores of P prompt tokens, computed from the raw logits. An array is None if no request of
+    the step asked for its values."""
 
     logprobs_P: Array  # float32
     ranks_P: Array | None = None  # int32
@@ -51,10 +49,10 @@ class ScoreResult(Generic[Array]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput(Generic[Array]):
-    """Results of one step: samples, scores and tokens in the order of its StepPlan.
+    """Results of one step. Samples, scores and tokens are in the order of the step's StepPlan.
 
-    routing_TLK: experts of each token of the step. slots_T: the KV cache slot of each token. Both
-    are None unless experts are recorded.
+    routing_TLK: the experts of each token; None unless experts are recorded.
+    slots_T: the KV cache slot of each token; None unless experts are recorded.
     """
 
     samples: SampleResult[Array]
@@ -64,7 +62,7 @@ class StepOutput(Generic[Array]):
 
 
 def map_arrays(output: StepOutput[Array], convert: Callable[[Array], Other]) -> StepOutput[Other]:
-    """Return a copy with `convert(array)` in place of each array. `slots_T` is not converted."""
+    """Return a copy in which `convert(array)` replaces each array except `slots_T`."""
     routing_TLK = output.routing_TLK
     return StepOutput(
         samples=SampleResult(**_converted(output.samples, convert)),

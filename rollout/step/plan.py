@@ -1,13 +1,14 @@
 """StepPlan: the tokens of one forward pass, as arrays of integers.
 
-`rollout.scheduling` makes it. StepPipeline launches it on an executor, which gives the same plan to
-the Worker of every rank. There BatchBuilder, LogitsBuilder and ModelRunner read it.
+`rollout.scheduling` creates it. StepPipeline launches it on an executor, which passes it to the
+Worker of every rank. BatchBuilder, LogitsBuilder and ModelRunner of `rollout.worker` read it.
 
-A *row* is a slot that a request keeps for as long as it runs; row 0 is scratch. A *compute row* is
-a row that has tokens in this step. A *sample row* is a row for which this step draws a token. The
-two differ when a group forks: the first tokens of all its requests are drawn from the logits of one
-compute row. The executor keeps each row's block table and sampling parameters, so a plan holds only
-their changes.
+A *row* is a slot that a request keeps while it runs; row 0 is scratch. A *compute row* is a row
+with tokens in this step. A *sample row* is a row for which this step samples a token. When a group
+forks, several sample rows take the logits of one compute row.
+
+The executor keeps each row's block table and sampling parameters, so a plan holds only changes of
+them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def _empty() -> IntArray:
 class NewRow:
     """The request that now occupies a row, and how its tokens are sampled.
 
-    num_prompt: number of prompt tokens. end_ids: token ids that end the request; they are not drawn
-    within its first `min_tokens` generated tokens. token_ids: all tokens of the request so far if
-    its sampling parameters have penalties, else empty.
+    end_ids: token ids that end the request. They are not sampled within the first `min_tokens`
+        generated tokens.
+    token_ids: all tokens of the request so far if its sampling parameters have penalties, else
+        empty.
     """
 
     row: int
@@ -48,27 +50,28 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass over R compute rows, with S sample rows, C changes of block tables, K block
-    copies and P scored tokens.
+    """One forward pass.
 
-    The step's tokens are the tokens of its compute rows, concatenated in order: decode rows come
-    first, with one token each. A decode row names no token: its last sampled token is already on
-    the device.
+    The step has R compute rows, S sample rows, C changes of block tables, K block copies and P
+    scored tokens. Its tokens are those of the compute rows, concatenated in order. Decode rows come
+    first, with one token each. Their token ids are not in the plan, because the last sampled tokens
+    are already on the device.
 
-    rows, query_lens, context_lens: [R] the compute rows, the number of tokens that each computes in
-        this step, and the length of its KV afterwards.
+    rows: [R] the compute rows.
+    query_lens: [R] the number of tokens that each row computes in this step.
+    context_lens: [R] the length of each row's KV after the step.
     prefill_token_ids: token ids of all compute rows after the decode rows.
     table_rows, table_indices, table_blocks: [C] the row whose block table changes, the index of the
-        entry, and its new block.
-    copy_sources, copy_targets, copy_lengths: [K] source block and target block of each copy made
-        before the forward pass, and how many of the block's first tokens to copy. No block is both
+        entry, and the new block.
+    copy_sources, copy_targets, copy_lengths: [K] source block and target block of each copy before
+        the forward pass, and how many tokens to copy from the start of the block. No block is both
         a source and a target.
-    sample_sources, sample_rows, sample_positions: [S] index of the step's token from whose logits a
-        token is drawn, the row of the drawn token, and its absolute position in that row.
-    score_sources, score_targets: [P] index of the step's token whose logits score a prompt token,
-        and the prompt token's id.
-    score_top_n, score_ranks: number of most likely tokens reported with each scored token, and
-        whether its rank is reported.
+    sample_sources, sample_rows, sample_positions: [S] index of the token whose logits are sampled,
+        the row that gets the sampled token, and its position in that row.
+    score_sources, score_targets: [P] index of the token whose logits score a prompt token, and the
+        prompt token's id.
+    score_top_n: number of most likely tokens reported with each scored token.
+    score_ranks: whether the rank of each scored token is reported.
     """
 
     step_id: int

@@ -1,11 +1,10 @@
-"""Random numbers of sampling: a pure function of (request seed, absolute position).
+"""Random numbers for sampling: a pure function of (request seed, absolute position).
 
-Nothing here depends on the batch, so a token is the same whatever ran beside it. BatchBuilder of
-`rollout.worker` draws the numbers of a step here. All else derives seeds: `rollout.engine`,
-`rollout.apis`, `rollout.coordinator`, `rollout.serve`, `rollout.testing`, `rollout_verl` and
-`trainer_hooks`, whose prompt order is random by `uniforms`, too.
-The mixer is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-generators").
+The numbers do not depend on the batch, so a token is the same whatever else runs in its step.
+`rollout.worker.batch_builder` draws the numbers of a step. `rollout.engine`, `rollout.apis`,
+`rollout.coordinator`, `rollout.serve`, `rollout.testing`, `rollout_verl`, `rollout_vllm` and
+`trainer_hooks` derive seeds. `trainer_hooks.prompts` also shuffles prompts with `uniforms`. The
+mixer is SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _logger = logging.getLogger(__name__)
 _GOLDEN = 0x9E3779B97F4A7C15
 _GOLDEN_64 = np.uint64(_GOLDEN)
 _MASK = (1 << 64) - 1
-_NUM_AHEAD = 16  # positions
+_NUM_AHEAD = 16  # positions drawn at once, which takes NumPy about as long as one position
 
 
 def system_seed() -> int:
@@ -32,7 +31,8 @@ def system_seed() -> int:
 
 
 def given_or_drawn(seed: int | None, owner: str) -> int:
-    """Return `seed`, or a new `system_seed` if it is None. Logs a new seed as drawn for `owner`."""
+    """Return `seed`, or a new `system_seed` if it is None. A new seed is logged with the name
+    `owner`."""
     if seed is None:
         seed = system_seed()
         _logger.info("seed=%d was drawn for %s; give it to draw the same tokens again", seed, owner)
@@ -40,7 +40,7 @@ def given_or_drawn(seed: int | None, owner: str) -> int:
 
 
 def mix_seed(seed: int, *indices: int) -> int:
-    """Return a seed in [0, 2**63), a hash of `seed` and `indices`. The order of indices counts."""
+    """Hash `seed` and `indices`, whose order matters, into a seed in [0, 2**63)."""
     state = seed & _MASK
     for index in indices:
         state = _finalize(state + _GOLDEN * ((index & _MASK) + 1))
@@ -50,11 +50,9 @@ def mix_seed(seed: int, *indices: int) -> int:
 def params_of_sample(
     params: SamplingParams, prompt_index: int, sample_index: int
 ) -> SamplingParams:
-    """Return `params` for one of several samples of a prompt.
-
-    A seed in `params` is mixed with both indices, so that no two samples share random numbers.
-    Without a seed `params` is returned as it is.
-    """
+    """Return `params` for one of several samples of a prompt. A seed in `params` is mixed with both
+    indices, so that no two samples share random numbers. `params` without a seed are returned
+    unchanged."""
     if params.seed is None:
         return params
     return replace(params, seed=mix_seed(params.seed, prompt_index, sample_index))
@@ -68,7 +66,7 @@ def _finalize(z: int) -> int:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return one number in [0, 1) per (seed, position), with 53 random bits. The two arrays are
+    """Return one number in [0, 1) with 53 random bits for each (seed, position). The two arrays are
     broadcast to one shape."""
     z = seeds + _GOLDEN_64 * (positions.astype(np.uint64) + np.uint64(1))
     z = _finalize_array(_finalize_array(z) ^ _GOLDEN_64)
@@ -82,11 +80,7 @@ def _finalize_array(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class UniformsAhead:
-    """A cache of the `uniforms` of S samples whose positions grow by one from call to call.
-
-    The first call draws one position. Later draws cover 16 positions at once, which takes NumPy
-    about as long as one.
-    """
+    """Computes the `uniforms` of S samples whose positions grow by one from call to call."""
 
     def __init__(self, seeds: NDArray[np.uint64]) -> None:
         self._seeds, self._samples = seeds[:, None], np.arange(len(seeds))
@@ -94,8 +88,8 @@ class UniformsAhead:
         self._num_left = 0
 
     def at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the numbers at `positions`, [S]. Each position must be one above the previous
-        call's."""
+        """Return the numbers at `positions`, [S]. Each position must be one above that of the
+        previous call."""
         if not self._num_left:
             self._start = positions
             self._drawn = uniforms(self._seeds, positions[:, None] + np.arange(self._num_ahead))

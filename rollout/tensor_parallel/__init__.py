@@ -1,4 +1,4 @@
-"""Tensor parallelism: several processes run one engine's model together, each a part of it.
+"""Tensor parallelism: several processes each run a part of one engine's model.
 
 Used by `rollout.engine.build` and `rollout.apis.spmd`.
 """

@@ -1,9 +1,8 @@
-"""TensorParallelExecutor: runs an engine on several ranks, from rank 0. SpmdExecutor: the same
-where the ranks are processes of a trainer.
+"""TensorParallelExecutor and SpmdExecutor: run an engine on several ranks, from rank 0.
 
-Made by `rollout.tensor_parallel.start`. Engine, StepPipeline and Suspension use either one in place
-of WorkerExecutor, and `rollout.apis.spmd` begins and ends the calls of SpmdExecutor. An executor
-calls rank 0's Worker and sends the same commands to the other ranks over sockets.
+Made by `rollout.tensor_parallel.start`. Used by `rollout.engine` in place of WorkerExecutor, and by
+`rollout.apis.spmd`. An executor calls rank 0's Worker, and sends the same commands to the other
+ranks over sockets. SpmdExecutor serves ranks that are processes of a trainer.
 """
 
 from __future__ import annotations
@@ -37,13 +36,12 @@ _R = TypeVar("_R")
 class TensorParallelExecutor(WorkerExecutor):
     """Sends each command to the other ranks, runs it on rank 0, and waits for all answers.
 
-    An error on any rank is raised here once all ranks have answered; the ranks can then run the
-    next command. If a rank ends or does not answer in time, the group has failed: this command and
-    every later one raise LockstepError.
+    If a command fails on a rank, the error is raised after all ranks have answered. The ranks can
+    then run the next command. If a rank ends or does not answer in time, this command and every
+    later one raise LockstepError.
 
-    `channel` carries all commands except those of staging, and only the thread that steps uses it.
-    `staging` carries `Follower.stage` and `Follower.drop_staged`, from any thread.
-    """
+    `channel` carries all commands except staging, and only the thread that steps uses it. `staging`
+    carries `Follower.stage` and `Follower.drop_staged`, from any thread."""
 
     def __init__(
         self,
@@ -53,8 +51,8 @@ class TensorParallelExecutor(WorkerExecutor):
         staging: LeadChannel,
         processes: Sequence[ChildProcess] = (),
     ) -> None:
-        """`processes`: child processes of the other ranks, in the order of ranks. They are killed
-        by `close`, by a failure of the group, or when the executor is freed."""
+        """`processes` are the child processes of the other ranks, in the order of ranks. The child
+        processes are killed by `close`, by a failure of a rank, and when the executor is freed."""
         super().__init__(worker)
         self._collectives = worker.collectives
         self._channel, self._staging = channel, staging
@@ -73,25 +71,23 @@ class TensorParallelExecutor(WorkerExecutor):
     def run(
         self, method: Callable[Concatenate[Worker, _P], _R], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> list[_R]:
-        """Run a method of Worker on all ranks. Returns its results in the order of ranks.
-
-        Once all ranks have answered, raises rank 0's error, else another rank's. LockstepError is
-        raised at once.
-        """
+        """Run a method of Worker on all ranks. Returns the results in the order of ranks. Once all
+        ranks have answered, raises rank 0's error, or else another rank's error. LockstepError is
+        raised at once."""
         sent = self._channel.send(method, *args, **kwargs)
         return self._together(lambda: method(self.worker, *args, **kwargs), sent)
 
     def _together(self, own: Callable[[], _R], sent: Sent[_R]) -> list[_R]:
-        """Call `own`, rank 0's part of the command that was sent as `sent`. Returns the results of
-        all ranks."""
+        """Call `own`, rank 0's part of the command `sent`. Returns the results of all ranks."""
         try:
             return [own(), *self._channel.results(sent)]
         except BaseException as error:
             self._realign(error)
 
     def _realign(self, error: BaseException) -> NoReturn:
-        """After a command has failed, bring all ranks to where they wait for the next one. Always
-        raises: `error`, or the error of another rank that aborted rank 0's collective."""
+        """Bring all ranks to where they wait for the next command, after a command has failed with
+        `error`. Always raises: `error`, or the error of another rank that aborted rank 0's
+        collective."""
         if isinstance(error, LockstepError):
             raise self._channel.fail(str(error)) from error
         self._collectives.abort()
@@ -108,11 +104,9 @@ class TensorParallelExecutor(WorkerExecutor):
     # ---- steps
 
     def launch(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        """Start a step on all ranks. The returned function waits for its result.
-
-        It raises LockstepError if another rank has sampled other tokens. This is not checked on
-        devices where steps overlap, because `Follower.run_step` then returns no digest.
-        """
+        """Start a step on all ranks. The returned function waits for its result. The function
+        raises LockstepError if another rank has sampled other tokens. Tokens are not compared on
+        devices where steps overlap."""
         sent = self._channel.send(Follower.run_step, plan)
         try:
             fetch = self.worker.launch(plan)
@@ -140,8 +134,8 @@ class TensorParallelExecutor(WorkerExecutor):
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Stage an update on all ranks. Copies the update to shared memory, where each rank reads
-        it and stages its part. Rank 0 verifies the checksum with the fingerprints of all ranks."""
+        """Stage an update on all ranks, through a copy in shared memory. Verifies the checksum with
+        the fingerprints of all ranks. `check` and `source_checksum` are as in WorkerExecutor."""
         self.weights.require_resident("stage an update")
         with self._staging_lock, self._shared(named_tensors) as (tensors, source):
             self._num_staged += 1
@@ -168,13 +162,13 @@ class TensorParallelExecutor(WorkerExecutor):
 
     def _drop(self, key: int) -> None:
         """Make the other ranks drop the update that they staged under `key`. Any thread may call
-        it: it runs when the last reference to the update is freed."""
+        it."""
         self._to_drop.append(key)
         self._send_drops()
 
     def _send_drops(self) -> None:
-        """Send the queued drops. Does nothing while another thread stages: that thread sends them
-        when it is done."""
+        """Send the queued drops, unless another thread stages. The other thread sends them when it
+        is done."""
         while self._to_drop and self._staging_lock.acquire(blocking=False):
             try:
                 with suppress(LockstepError, IndexError):
@@ -183,8 +177,8 @@ class TensorParallelExecutor(WorkerExecutor):
                 self._staging_lock.release()
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version` on all ranks, or on none: if one rank fails, the
-        others roll back. Returns the bytes written on all ranks."""
+        """Serve a staged update as `version` on all ranks. Returns the bytes written on all ranks.
+        If one rank fails, the other ranks roll back."""
         version = next_version(self.weights.version, version)
         key, before = staged.elsewhere.key, self.weights.version
         sent = self._channel.send(Follower.commit_staged, key, version)
@@ -206,12 +200,12 @@ class TensorParallelExecutor(WorkerExecutor):
             self._channel.check()
 
     def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return each rank's memory and CPU time, in the order of ranks; () after `close`."""
+        """Return each rank's memory and CPU time, in the order of ranks, or () after `close`."""
         return () if self._is_closed else super().rank_uses()
 
     def close(self) -> None:
-        """End the other ranks, then release rank 0's KV cache and leave its collectives. May be
-        called again if it fails."""
+        """End the other ranks, release rank 0's KV cache and close its collectives. May be called
+        again if it fails."""
         self._channel.close()
         self._staging.close()
         self._is_closed = True
@@ -220,15 +214,13 @@ class TensorParallelExecutor(WorkerExecutor):
         self._collectives.close()
 
     def _on_failure(self, reason: str) -> None:
-        """End the group after one of the channels has failed for `reason`."""
         self._channel.fail(reason)
         self._staging.fail(reason)
         end_processes(self._processes)
 
 
 def end_processes(children: Sequence[ChildProcess]) -> None:
-    """Kill child processes and wait for their end. They have nothing to clean up, and SIGKILL ends
-    even a stopped process."""
+    """Kill child processes with SIGKILL and wait for their end."""
     for child in children:
         child.kill()
     for child in children:
@@ -237,7 +229,7 @@ def end_processes(children: Sequence[ChildProcess]) -> None:
 
 class _StagedElsewhere:
     """The parts of an update that the other ranks have staged under `key`. Freeing this object
-    calls `drop`, so that they drop their parts."""
+    calls `drop`, which makes the other ranks drop their parts."""
 
     def __init__(self, key: int, drop: Callable[[int], None]) -> None:
         self.key, self._drop = key, drop
@@ -247,21 +239,21 @@ class _StagedElsewhere:
 
 
 class SpmdExecutor(TensorParallelExecutor):
-    """Runs an engine whose other ranks are processes of a trainer, which call the same methods of
-    LLM as rank 0. `begin_call` waits for the other ranks, `end_call` sends them the outcome.
+    """Runs an engine whose ranks are processes of a trainer that all call the same LLM methods.
 
-    One channel carries all commands, because one thread at a time makes calls. A failure of the
-    group ends no process: every rank that waits for another raises LockstepError at once.
-    """
+    `begin_call` waits for the other ranks, and `end_call` sends them the outcome. One channel
+    carries all commands. A failure of a rank ends no process. Every rank that waits for another one
+    raises LockstepError at once."""
 
     def __init__(self, worker: Worker, *, channel: LeadChannel, start_timeout_s: float) -> None:
-        """`start_timeout_s`: deadline for the other ranks to make the call that rank 0 makes."""
+        """`start_timeout_s` is how long to wait until the other ranks make the call that rank 0
+        makes."""
         super().__init__(worker, channel=channel, staging=channel)
         self._start_timeout_s = start_timeout_s
 
     def begin_call(self, call: SpmdCall) -> None:
         """Wait until all ranks make `call`. Raises EngineStateError on all ranks if their calls
-        differ; the ranks can then make another call."""
+        differ. The ranks can then make another call."""
         sent = self._channel.send(SpmdFollower.report_call)
         calls = self._channel.answers(sent, self._start_timeout_s, f"call {call.method}")
         if difference := _difference([call, *calls]):
@@ -269,8 +261,8 @@ class SpmdExecutor(TensorParallelExecutor):
             raise EngineStateError(difference)
 
     def end_call(self, outcome: SpmdOutcome) -> None:
-        """Send the queued drops and let the other ranks return from the call with `outcome`. Does
-        nothing once the group has failed."""
+        """Let the other ranks return from the call with `outcome`, after the queued drops. Does
+        nothing once a rank has failed."""
         with suppress(LockstepError):
             while self._to_drop:
                 self._channel.send(Follower.drop_staged, self._to_drop.popleft())
@@ -278,15 +270,16 @@ class SpmdExecutor(TensorParallelExecutor):
 
     @contextmanager
     def _shared(self, named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-        """Copy rank 0's source to shared memory while the other ranks read theirs: reading may be a
-        collective of the trainer's ranks."""
+        """Copy rank 0's source to shared memory and yield it, while the other ranks read their
+        sources."""
+        # Reading may be a collective of the trainer's ranks.
         sent = self._channel.send(SpmdFollower.read_source)
         with super()._shared(named_tensors) as shared:
             self._channel.results(sent)
             yield shared
 
     def _send_drops(self) -> None:
-        """Do nothing: ranks run commands only within a call, so `end_call` sends the drops."""
+        """Do nothing. Ranks run commands only within a call, so `end_call` sends the drops."""
 
     def _on_failure(self, reason: str) -> None:
         self._collectives.abort()
@@ -298,7 +291,7 @@ class SpmdExecutor(TensorParallelExecutor):
 
 
 def _difference(calls: list[SpmdCall]) -> str | None:
-    """Return a message that says how the calls of the ranks differ; None if they are equal."""
+    """Return a message on how the calls of the ranks differ, or None if they are equal."""
     first, remedy = calls[0], "all ranks of pg_collection.tp make the same calls, in one order"
     if any(call.method != first.method for call in calls):
         named = ", ".join(f"rank {rank} called {call.method}" for rank, call in enumerate(calls))

@@ -1,9 +1,9 @@
-"""Follower: a rank other than 0, which runs the commands of rank 0's TensorParallelExecutor.
-SpmdFollower: the same in a process of a trainer.
+"""Follower and SpmdFollower: ranks other than 0, which run the commands of rank 0.
 
-A command is a method of Worker or of these classes. Made by `rollout.tensor_parallel.start`;
-`rollout.tensor_parallel.executor` names the methods that it sends, and `rollout.apis.spmd` calls
-SpmdFollower. Receives commands and answers them over the sockets of its channels.
+Made by `rollout.tensor_parallel.start`. Used by `rollout.tensor_parallel.executor`, which sends the
+names of their methods as commands, and by `rollout.apis.spmd` and `rollout.engine.build`. A command
+is a method of Worker or of these classes. Commands and answers go over sockets. SpmdFollower runs
+in a process of a trainer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rollout.worker.worker import Worker
 
 class Follower(Worker):
     """A Worker that runs the commands of rank 0. It keeps at most two steps in flight, as rank 0
-    does, and the updates staged on this rank, by the keys that rank 0 gave them."""
+    does. It keeps the updates staged on this rank, by the keys that rank 0 chose."""
 
     def __init__(self, loaded: LoadedModel, sizes: EngineSizes, staging: FollowerChannel) -> None:
-        """`staging`: the channel that carries the commands `stage` and `drop_staged`."""
+        """`staging` is the channel of the commands `stage` and `drop_staged`."""
         super().__init__(*runner_of(loaded, sizes), loaded.weights, loaded.backend.collectives)
         self._staging = staging
         self._staged: dict[int, StagedWeights] = {}
@@ -45,18 +45,18 @@ class Follower(Worker):
     # ---- commands of rank 0, beside those of Worker
 
     def run_step(self, plan: StepPlan) -> int | None:
-        """Launch a step. Returns the digest of its output; None if steps overlap, because rank 0
-        must not wait for this rank's output."""
+        """Launch a step. Returns the digest of its output, or None if steps overlap."""
         if len(self._in_flight) == 2:
             self._in_flight.popleft()()
         fetch = self.launch(plan)
         if not self.overlaps:
             return digest(fetch())
+        # Rank 0 must not wait for this rank's output.
         self._in_flight.append(fetch)
         return None
 
     def reset(self) -> None:
-        """Drop the steps in flight after one failed on some rank, and make collectives usable
+        """Drop the steps in flight after a failure on some rank, and make collectives usable
         again."""
         self._in_flight.clear()
         self.collectives.reset()
@@ -102,11 +102,9 @@ class Follower(Worker):
                 channel.answer(self.answer_to(channel.receive()))
 
     def answer_to(self, received: Received) -> Any:
-        """Run one command. Returns its result, or the exception that it raised.
-
-        After an exception, first aborts the collectives in which other ranks may wait for this one.
-        Commands that run no collective abort nothing.
-        """
+        """Run one command. Returns its result, or the exception that it raised. After an exception,
+        aborts the collectives in which other ranks may wait for this rank. Commands without
+        collectives abort nothing."""
         try:
             return received(self)
         except Exception as error:
@@ -125,8 +123,9 @@ def digest(output: StepOutput) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdCall:
-    """A call of an LLM method on one rank. `digests`: hashes of the arguments that must be equal on
-    all ranks, by the argument's name."""
+    """A call of an LLM method on one rank.
+
+    `digests`: hashes of the arguments that must be equal on all ranks, by the argument's name."""
 
     method: str
     digests: Mapping[str, str]
@@ -134,8 +133,10 @@ class SpmdCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpmdOutcome:
-    """Outcome of a call on rank 0: the pickled result, or the encoded error if it is not None, and
-    the engine's state and weights version afterwards."""
+    """Outcome of a call on rank 0, and the engine's state and weights version afterwards.
+
+    `result`: the pickled result.
+    `error`: the encoded error, or None if the call succeeded."""
 
     result: bytes = b""
     error: Mapping[str, Any] | None = None
@@ -144,11 +145,8 @@ class SpmdOutcome:
 
 
 class SpmdFollower(Follower):
-    """A rank other than 0 in a process of a trainer. It runs commands only within `join_call`.
-
-    A failure of this rank outside the call's outcome ends the group: all ranks raise LockstepError,
-    also in every later call.
-    """
+    """A rank other than 0 in a process of a trainer. It runs commands only within `join_call`. If
+    this rank fails by itself, all ranks raise LockstepError, also in every later call."""
 
     def __init__(
         self,
@@ -169,12 +167,11 @@ class SpmdFollower(Follower):
         self.state, self.weights_version = EngineState.RUNNING, self.weights.version
 
     def join_call(self, call: SpmdCall, source: NamedTensors = ()) -> Any:
-        """Take part in a call that all ranks make: run rank 0's commands until the call ends.
-        Returns rank 0's result. `source`: this rank's tensors, if the call is an update.
+        """Take part in a call that all ranks make. Returns rank 0's result.
 
-        Raises rank 0's error, EngineStateError if the ranks' calls differ, or LockstepError if the
-        group has failed.
-        """
+        Runs rank 0's commands until the call ends. `source` holds this rank's tensors if the call
+        is an update. Raises rank 0's error, EngineStateError if the ranks' calls differ, or
+        LockstepError if a rank has failed."""
         if self._failure is not None:
             raise LockstepError(self._failure)
         self._call, self._source = call, source
@@ -254,8 +251,8 @@ F = TypeVar("F", bound=Follower)
 
 
 class FollowerStart(Generic[F]):
-    """The start of a rank other than 0: the commands `join_ranks`, `load`, `prepare` and `begin`,
-    which `load_on_ranks` sends from rank 0 in this order."""
+    """The start of a rank other than 0. Rank 0 sends the commands `join_ranks`, `load`, `prepare`
+    and `begin` in this order, from `load_on_ranks`."""
 
     def __init__(
         self,
@@ -264,19 +261,17 @@ class FollowerStart(Generic[F]):
         load: Callable[[Collectives], LoadedModel],
         make: Callable[[LoadedModel, EngineSizes], F],
     ) -> None:
-        """`join` enters the rendezvous, `load` loads this rank's part of the model, and `make`
-        returns the Follower once the engine's sizes are known."""
+        """`join` joins the rendezvous of the ranks, and returns their collectives. `load` loads
+        this rank's part of the model. `make` returns the Follower for an engine of given sizes."""
         self._join, self._load, self._make = join, load, make
         self._collectives: Collectives | None = None
         self._loaded: LoadedModel | None = None
         self._follower: F | None = None
 
     def serve(self, channel: FollowerChannel, timeout_s: float | None = None) -> F:
-        """Run commands until the rank has started. Returns its Follower.
-
-        `timeout_s`: how long to wait for each command; None for no limit. An error of a command is
-        sent to rank 0 and raised.
-        """
+        """Run commands until the rank has started. Returns its Follower. `timeout_s` is how long to
+        wait for each command, or None for no limit. An error of a command is sent to rank 0 and
+        raised."""
         while self._follower is None:
             received = channel.receive(timeout_s)
             try:
@@ -288,11 +283,9 @@ class FollowerStart(Generic[F]):
         return self._follower
 
     def join_ranks(self) -> None:
-        """Enter the rendezvous of the ranks."""
         self._collectives = self._join()
 
     def load(self) -> None:
-        """Load this rank's part of the model."""
         assert self._collectives is not None, "ranks join before they load"
         self._loaded = self._load(self._collectives)
 

@@ -1,5 +1,7 @@
-"""The program of a child process that runs a rank other than 0: `python -m
-rollout.tensor_parallel.rank_process --child`. Started by `rollout.tensor_parallel.start`."""
+"""`python -m rollout.tensor_parallel.rank_process --child`: runs a rank other than 0.
+
+Started by `rollout.tensor_parallel.start` as a child process of rank 0.
+"""
 
 from rollout.child_process import run_child
 from rollout.tensor_parallel.start import run_rank

@@ -1,12 +1,13 @@
-"""Start of an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
+"""Starts an engine's ranks: as child processes of rank 0, or in the processes of a trainer.
 
-Used by `rollout.engine.build`; child processes run `rollout.tensor_parallel.rank_process`, and
-`rollout.apis.spmd` asks `num_spmd_ranks`.
+Used by `rollout.engine.build`. `rollout.tensor_parallel.rank_process` runs `run_rank` in child
+processes. `rollout.apis.spmd` calls `num_spmd_ranks`. The module starts processes and opens
+sockets.
 
-The ranks of a trainer exchange addresses once, in its group `pg_collection.tp`. Afterwards commands
-go over local sockets, which also show that a rank has ended. Collectives go over shared memory or a
-communicator of the engine's own. The trainer's group carries neither: it is used after the engine,
-and a collective that fails in it could not be repaired.
+The ranks of a trainer exchange addresses once, over the trainer's process group `pg_collection.tp`.
+Afterwards commands go over local sockets, which also show that a rank has ended. Collectives go
+over shared memory or a communicator of the engine's own, so that a failed collective does not break
+the trainer's group.
 """
 
 from __future__ import annotations
@@ -55,11 +56,9 @@ def load_on_ranks(
     rendezvous: RankRendezvous,
     channel: LeadChannel,
 ) -> tuple[LoadedModel, EngineSizes, Worker]:
-    """Load the model on all ranks, from rank 0. The other ranks must run a FollowerStart.
-
-    Returns rank 0's loaded model, the engine's sizes, which fit all ranks, and rank 0's Worker.
-    Raises a ConfigError or ModelError of any rank, and LockstepError if a rank ends.
-    """
+    """Load the model on all ranks, from rank 0. The other ranks must run a FollowerStart. Returns
+    rank 0's loaded model, the engine's sizes, which fit all ranks, and rank 0's Worker. Raises a
+    ConfigError or ModelError of any rank, and LockstepError if a rank ends."""
     start_s = config.tensor_parallel_start_timeout_s
     joined = channel.send(FollowerStart.join_ranks)
     collectives = rendezvous.collectives(
@@ -98,8 +97,8 @@ def _rendezvous(config: InferenceConfig, address: str | None = None) -> RankRend
 def start_group(
     model: Model, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, TensorParallelExecutor]:
-    """Start the other ranks as child processes of this one, which is rank 0, and load the model on
-    all ranks. Raises the errors of `load_on_ranks`; no child process is left then."""
+    """Start the other ranks as child processes of this process, and load the model on all ranks.
+    This process is rank 0. Raises the errors of `load_on_ranks`. No child process is left then."""
     config = _sharing_cpus(config)
     size, timeout_s = config.tensor_parallel_size, config.tensor_parallel_timeout_s
     spec_of(model, config.dtype).local(0, size)  # refuses a model before any process starts
@@ -139,11 +138,9 @@ def start_group(
 def run_rank(
     pipe: Connection, place: tuple[int, str], given: tuple[Model, InferenceConfig, int]
 ) -> None:
-    """Run a rank other than 0 in a child process of `start_group`, until rank 0 ends.
-
-    `pipe`: the connection to rank 0's process. `place`: the rank, and the address of the
-    rendezvous. `given`: the model, its config and the weights version.
-    """
+    """Run a rank other than 0 in a child process of `start_group`, until rank 0 ends. `pipe`
+    connects to rank 0's process. `place` holds the rank and the address of the rendezvous. `given`
+    holds the model, its config and the weights version."""
     (rank, address), (model, config, weights_version) = place, given
     use_device(config, rank)
     rendezvous = _rendezvous(config, address)
@@ -171,8 +168,7 @@ def _sharing_cpus(config: InferenceConfig) -> InferenceConfig:
 
 
 def _wires_to(child: ChildProcess) -> tuple[SocketWire, SocketWire]:
-    """Return rank 0's two wires to a child: its pipe, and a new socket whose other end is sent over
-    the pipe."""
+    """Return rank 0's two wires to a child: over the child's pipe, and over a new socket."""
     first = SocketWire(socket.socket(fileno=os.dup(child.pipe.fileno())))
     child.pipe.close()
     ours, theirs = socket.socketpair()
@@ -188,18 +184,18 @@ _OWN_FIELDS = ("metrics_writer", "logging_step_interval", "pg_collection", "num_
 
 
 def num_spmd_ranks(config: InferenceConfig) -> int:
-    """Return how many processes of a trainer run an engine of `config` together; 1 without
+    """Return how many processes of a trainer run an engine of `config`, or 1 without
     `pg_collection`."""
     return 1 if config.pg_collection is None else int(config.pg_collection.tp.size())
 
 
 class _Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that each rank sends the others before the start.
+    """The message that each rank of a trainer sends the others before the start.
 
-    `settings`: the config fields that all ranks must share, as text by name. `rendezvous` and
-    `listener`: rank 0's addresses for collectives and for commands. `error`: the encoded error that
-    keeps the rank from taking part; the other fields are then empty.
-    """
+    `settings`: config fields that must be equal on all ranks, as text by name.
+    `rendezvous`: rank 0's address for collectives.
+    `listener`: rank 0's address for commands.
+    `error`: encoded error that keeps the rank from taking part. The other fields are then empty."""
 
     machine: str = ""
     pid: int = 0
@@ -212,11 +208,9 @@ class _Facts(msgspec.Struct, frozen=True, kw_only=True):
 def join_as_lead(
     model: Model, config: InferenceConfig, weights_version: int
 ) -> tuple[LoadedModel, EngineSizes, SpmdExecutor]:
-    """Become rank 0 of `config.pg_collection.tp`, and load the model on all ranks.
-
-    Raises ConfigError on all ranks if their settings differ, LockstepError if the exchange of
-    addresses fails, and the errors of `load_on_ranks`.
-    """
+    """Become rank 0 of `config.pg_collection.tp`, and load the model on all ranks. Raises
+    ConfigError on all ranks if their settings differ, LockstepError if the exchange of addresses
+    fails, and the errors of `load_on_ranks`."""
     group, config = config.pg_collection.tp, _of_spmd_rank(config)
     size, start_s = config.tensor_parallel_size, config.tensor_parallel_start_timeout_s
     with contextlib.ExitStack() as stack:
@@ -284,11 +278,9 @@ def _own_facts(
 
 
 def _exchanged(group: Any, own: _Facts) -> Sequence[_Facts]:
-    """Exchange facts with all ranks. Returns the facts in the order of ranks.
-
-    Raises the error of any rank on all ranks, ConfigError if settings differ, and LockstepError if
-    the exchange fails.
-    """
+    """Exchange facts with all ranks, and return all facts in the order of ranks. Raises the error
+    of any rank on all ranks, ConfigError if settings differ, and LockstepError if the exchange
+    fails."""
     try:
         gathered = all_gather_bytes(group, msgspec.msgpack.encode(own))
     except (RuntimeError, ValueError) as error:  # whatever the group's library raises
@@ -320,7 +312,8 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
 
 @contextlib.contextmanager
 def _errors_sent_to(channel: LeadChannel) -> Iterator[None]:
-    """Send an error of the block to the other ranks, so that they raise it instead of waiting."""
+    """Send an error of the `with` block to the other ranks, so that they raise it instead of
+    waiting."""
     try:
         yield
     except BaseException as error:

@@ -1,7 +1,7 @@
 """SharedSource: the tensors of a weight update in memory that all ranks of an engine read.
 
 Used by `rollout.tensor_parallel.executor`, which writes the memory, and by
-`rollout.tensor_parallel.follower`, whose Follower opens it.
+`rollout.tensor_parallel.follower`, which opens it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ _BASE = "base: "  # prefix of the names of an adapter's base weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSource:
-    """Address and layout of shared memory that holds an update's tensors. Rank 0 sends it to the
-    other ranks.
+    """Address and layout of shared memory with an update's tensors, which rank 0 sends the other
+    ranks.
 
-    `places`: where each tensor lies, by name. `adapter`: the LoRA adapter without its tensors; None
-    for full weights.
-    """
+    `places`: place of each tensor in the memory, by name.
+    `adapter`: the LoRA adapter without its tensors; None for full weights."""
 
     address: str
     places: Mapping[str, Place]
     adapter: LoraAdapter | None
 
     def open(self) -> NamedTensors:
-        """Open the memory on another rank and return the update. Raises WeightUpdateError."""
+        """Open the memory on another rank, and return the update. Raises WeightUpdateError."""
         return self.joined(SharedTensors(self.address, self.places))
 
     def joined(self, tensors: SharedTensors) -> NamedTensors:
-        """Return the update: `tensors` themselves, or a LoraAdapter made of them."""
+        """Return `tensors`, or a LoraAdapter of them if the update is an adapter."""
         if self.adapter is None:
             return tensors
         base = {n.removeprefix(_BASE): t for n, t in tensors.items() if n.startswith(_BASE)}
@@ -49,11 +48,8 @@ class SharedSource:
 
 @contextmanager
 def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors, SharedSource]]:
-    """Copy an update to shared memory, unless it lies there already.
-
-    Yields the update in shared memory, and the SharedSource by which other ranks open it. Raises
-    WeightUpdateError.
-    """
+    """Copy an update to shared memory, unless it is already there. Yields the update in shared
+    memory, and the SharedSource by which other ranks open it. Raises WeightUpdateError."""
     if isinstance(named_tensors, SharedTensors):
         address, places = named_tensors.address, named_tensors.places
         yield named_tensors, SharedSource(address=address, places=places, adapter=None)
@@ -71,11 +67,9 @@ def in_shared_memory(named_tensors: NamedTensors) -> Iterator[tuple[NamedTensors
 
 
 def read_along(named_tensors: NamedTensors) -> None:
-    """Read all tensors of an update as rank 0 does in `in_shared_memory`, and drop them.
-
-    Called on the other ranks, because reading may be a collective of the trainer's ranks. Raises
-    WeightUpdateError.
-    """
+    """Read all tensors of this rank's update, and drop them, while rank 0 copies its update. Ranks
+    other than 0 call it, because reading may be a collective of the trainer's ranks. Raises
+    WeightUpdateError."""
     adapter = named_tensors if isinstance(named_tensors, LoraAdapter) else None
     stream = streamed(named_tensors)
     try:
@@ -86,7 +80,7 @@ def read_along(named_tensors: NamedTensors) -> None:
 
 
 def _base_of(adapter: LoraAdapter | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base weights that an adapter brings, if any, with `_BASE` before their names."""
+    """Yield an adapter's base weights, if it has any, with `_BASE` before their names."""
     if adapter is not None and adapter.base is not None:
         for name, tensor in streamed(adapter.base):
             yield _BASE + name, tensor

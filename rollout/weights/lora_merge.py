@@ -30,11 +30,12 @@ _SUMMED_AT_ONCE = 1 << 16  # values, which fit into a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """A rank's parts of the weights of an update with an adapter. Empty for other updates.
+    """A rank's parts of the weights of an update with an adapter. Empty for updates without an
+    adapter.
 
-    tensors: new values by weight name. bases: the adapted weights without the adapter, on the host.
-    follows_served: whether the adapter was merged into the served weights. Weights that are not in
-    `tensors` then stay as they are.
+    `tensors` has new values by weight name. `bases` has the adapted weights without the adapter, on
+    the host. `follows_served` says whether the adapter was merged into the served weights. If so,
+    weights that are not in `tensors` keep their values.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,8 +44,8 @@ class AdaptedWeights:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors on the host, by name. Sharded ones are gathered in the order of names, a
-    collective of all ranks."""
+    """Return whole tensors on the host, by name. Sharded tensors are gathered in the order of
+    names, a collective of all ranks."""
     whole = {name: full_tensor(tensors[name]) for name in sorted(tensors)}
     return {name: tensor.detach().cpu() for name, tensor in whole.items()}
 
@@ -89,11 +90,13 @@ def adapt_served(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Replace the served adapter: return new values of the weights that either adapter changes.
+    """Replace the served adapter: return new values of the weights that the old or new adapter
+    changes.
 
-    `pairs` is the new adapter. `bases` has the served weights without their present adapter, for
-    the layers that it changes. Weights that `pairs` leaves alone get these values back. `check` is
-    called before each weight and may raise. The sums are kept in `memory`.
+    `pairs` is the new adapter. `bases` has the weights that the served adapter changes, without
+    that adapter. Weights that only the served adapter changes get their values in `bases` back.
+    `check` is called before each weight, and can raise to cancel. The merged weights are kept in
+    `memory`.
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
@@ -120,10 +123,8 @@ def adapt_given(
     memory: StagingMemory,
 ) -> AdaptedWeights:
     """Return this rank's parts of all weights in `source`, with the adapter `pairs` merged in.
-
-    Adapted weights have the model's dtypes. `check` is called before each of them and may raise.
-    The sums are kept in `memory`.
-    """
+    Adapted weights have the model's dtypes. `check` is called before each adapted weight, and can
+    raise to cancel. The merged weights are kept in `memory`."""
     tensors = {each.weight: kept for each, kept in kept_parts(source, table, memory).items()}
     bases: dict[str, Tensor] = {}
     merger = Merger(pairs.values())
@@ -137,17 +138,18 @@ def adapt_given(
 
 
 class Merger:
-    """Merges A and B into weights, one layer after the other, with one buffer for the products. New
-    memory for each product would cost a page fault per 4 KiB, more than the sums."""
+    """Merges A and B into weights, one layer after the other. All products share one buffer."""
 
     def __init__(self, pairs: Iterable[LoraPair]) -> None:
+        # New memory for each product would cost a page fault per 4 KiB, more than the sums.
         sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
         self._scratch = torch.empty(max(sizes), dtype=torch.float32)
 
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
         """Return base + scale * (B @ A), summed in float32 on the host, in the base's dtype.
-        `base_NK` and the result are [N, K], or the part of it that `cut` keeps; None means all."""
+        `base_NK` and the result are the part of the [N, K] weight that `cut` keeps, or the whole
+        weight if `cut` is None."""
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)
         # One product for the whole layer: products of parts might sum in another order.

@@ -1,8 +1,8 @@
 """BatchBuilder: turns a StepPlan into the input arrays of one step.
 
-Made by `rollout.worker.loading`, used by ModelRunner. It keeps the rows' block tables and sampling
-parameters as host arrays from step to step. Shape letters: T tokens, R compute rows, E = R + 1, L
-logit rows, M blocks per table, S sample rows, P scored tokens.
+Used by `rollout.worker.model_runner`. Made by `rollout.worker.loading`. It keeps the rows' block
+tables and sampling parameters in host arrays from step to step. Shape letters: T tokens, R compute
+rows, E = R + 1, L logit rows, M blocks per table, S sample rows, P scored tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _SEED_MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """The arrays of a step that stay the same while the same rows decode.
+    """Arrays of a step that stay the same while the same rows decode.
 
-    row_of_token_T: index of each token's compute row. offsets_T: index of the token among the
-        tokens that its row computes in this step.
-    """
+    row_of_token_T: index of each token's compute row.
+    offsets_T: index of each token among the tokens of its row in this step."""
 
     layout: StepLayout[HostArray]
     row_of_token_T: NDArray[np.int64]
@@ -37,10 +36,8 @@ class _Rows:
 
 
 class BatchBuilder:
-    """The rows' block tables and sampling parameters, from which it builds a step's inputs.
-
-    Row 0 is scratch; `num_rows` of the constructor does not count it, the attribute does.
-    """
+    """The rows' block tables and sampling parameters, from which a step's inputs are built. Row 0
+    is scratch. The attribute `num_rows` counts row 0, and the constructor's argument does not."""
 
     def __init__(self, *, num_rows: int, max_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -60,8 +57,9 @@ class BatchBuilder:
         self._decoding: tuple[tuple[bytes, ...], _Rows] | None = None
 
     def build(self, plan: StepPlan) -> StepInputs[HostArray]:
-        """Apply the plan's changes to rows and block tables, and return the inputs of its step. The
-        next plan may be built while the step runs: returned arrays are never written again."""
+        """Apply the plan's changes to rows and block tables, and return the inputs of its step.
+        Returned arrays are never written again, so the next plan may be built while the step
+        runs."""
         self._apply_changes(plan)
         rows, block_size = self._rows_of(plan), self.block_size
         layout, row_of_token_T = rows.layout, rows.row_of_token_T
@@ -104,7 +102,8 @@ class BatchBuilder:
             self._tables[plan.table_rows, plan.table_indices] = plan.table_blocks
 
     def _rows_of(self, plan: StepPlan) -> _Rows:
-        """Return the row arrays of the step; the previous step's if the same rows decode again."""
+        """Return the arrays of the plan's rows. The arrays of the previous step are returned again
+        if the same rows decode."""
         if len(plan.prefill_token_ids):
             self._decoding = None
             return self._gather(plan)
@@ -148,7 +147,7 @@ class BatchBuilder:
         )
 
     def _sampling(self, rows_S: IntArray) -> dict[str, Any]:
-        """Return the sampling parameters of the step's rows, as fields of StepLayout."""
+        """Return the sampling parameters of `rows_S`, as fields of StepLayout."""
         temperature, top_k = self._temperature[rows_S], self._top_k[rows_S]
         top_p, min_p = self._top_p[rows_S], self._min_p[rows_S]
         top_n, wants_ranks = self._top_n[rows_S], self._wants_ranks[rows_S]
@@ -174,8 +173,7 @@ class BatchBuilder:
 
 
 def _distinct(sources_S: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the distinct values of the sorted `sources_S`, and the index of each sample's value
-    among them."""
+    """Return the distinct values of the sorted `sources_S`, and each sample's index among them."""
     is_new_S = np.ones(len(sources_S), dtype=np.bool_)
     np.not_equal(sources_S[1:], sources_S[:-1], out=is_new_S[1:])
     return sources_S[is_new_S], np.cumsum(is_new_S, dtype=np.int64) - 1

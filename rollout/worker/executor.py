@@ -1,7 +1,7 @@
-"""WorkerExecutor: runs an engine on one rank, the Worker of its own process.
+"""WorkerExecutor: runs an engine on one rank, the Worker of this process.
 
-Made by `rollout.engine.build`, and used by Engine, StepPipeline and Suspension.
-TensorParallelExecutor extends it to several ranks.
+Used by `rollout.engine`, and extended by `rollout.tensor_parallel.executor` to several ranks. Made
+by `rollout.engine.build`. It changes the Worker's KV cache and weights.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ _R = TypeVar("_R")
 
 
 class WorkerExecutor:
-    """Implements `StepExecutor` of rollout.engine.protocols on one rank, this process.
-
+    """Implements `StepExecutor` of `rollout.engine.protocols` on the one rank of this process.
     `run` calls a method of Worker on every rank. TensorParallelExecutor overrides `run`, and the
-    methods that need more than one such call.
-    """
+    methods that need more than one such call."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.kv, self.weights = worker, worker.kv, worker.weights
@@ -59,21 +57,19 @@ class WorkerExecutor:
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Verify and prepare an update. Any thread may call it. The served weights do not change.
-
-        `check` is called before each tensor; it cancels the staging by raising an error.
-        `source_checksum`: the checksum that the update must have; "" accepts any.
-        """
+        """Verify and prepare an update. The served weights do not change. Any thread may call it.
+        `check` is called before each tensor, and raises to cancel the staging. `source_checksum` is
+        the checksum that the update must have, or "" for any."""
         return self.worker.stage_weights(named_tensors, check, source_checksum)
 
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version`, or as the next version if None, on all ranks or on
-        none. Returns the bytes written."""
+        """Serve a staged update on all ranks or on none. Returns the bytes written. `version` None
+        means the next version."""
         return self.worker.commit_weights(staged, version)
 
     def set_version(self, version: int) -> None:
         """Change the version of the served weights to `version`. Raises EngineStateError if the
-        weights have no values. An illegal version is refused before any rank is called."""
+        weights have no values. Refuses an illegal version before any rank is called."""
         self.weights.require_values("set the generation epoch")
         self.run(Worker.set_version, next_version(self.weights.version, version))
 
@@ -84,13 +80,14 @@ class WorkerExecutor:
         return checksum_of_shares(self.run(Worker.fingerprint_share))
 
     def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the checksum of each named weight, by name. Raises as `weights_checksum` does."""
+        """Return the checksum of each named weight, by name. Raises EngineStateError while the
+        weights are released or have no values."""
         self._require_readable("compute checksums")
         return checksums_of_shares(self.run(Worker.fingerprint_share, names))
 
     def _require_readable(self, what: str) -> None:
-        """Raise EngineStateError if the weights cannot be read. Checked before ranks are called,
-        because an error on a rank aborts collectives."""
+        """Raise EngineStateError if the weights cannot be read."""
+        # Before ranks are called, because an error on a rank aborts collectives.
         self.weights.require_resident(what)
         self.weights.require_values(what)
 
@@ -101,7 +98,8 @@ class WorkerExecutor:
         return (*self.run(Worker.rank_use),)
 
     def kv_data_ptrs(self) -> dict[str, int]:
-        """Return the address of each layer's KV tensor on this rank, by name; {} while released."""
+        """Return the address of each layer's KV tensor on this rank, by name, or {} while
+        released."""
         return self.kv.data_ptrs()
 
     def check_ranks(self) -> None:

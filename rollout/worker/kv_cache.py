@@ -1,8 +1,9 @@
-"""KVCache: the tensors that hold K and V, one per layer, in one buffer of the memory backend.
+"""KVCache: the tensors that hold K and V, one per layer, in one buffer of memory.
 
-All layers of a block are contiguous, so that moving a block is one copy in any layout. Made by
-`rollout.worker.loading`. Used by ModelRunner for steps, and by Worker to release and restore it;
-`rollout.cli.explain` computes block sizes with `bytes_per_block`.
+Used by `rollout.worker.model_runner` for steps, and by `rollout.worker.worker` to release and
+restore memory. Made by `rollout.worker.loading`. `rollout.cli.engine_facts` calls
+`bytes_per_block`. All layers of a block are contiguous, so that moving a block is one copy in any
+layout.
 """
 
 from __future__ import annotations
@@ -30,11 +31,9 @@ MAX_COPIED_BYTES = 256 << 20  # size of the temporary through which whole blocks
 
 
 class KVCache:
-    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
-
-    Order of calls: [offload] -> release -> restore -> [onload]. `release` discards blocks that were
-    not offloaded. Each call may be repeated after an exception.
-    """
+    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0. Order of
+    calls, with optional calls in brackets: [offload] -> release -> restore -> [onload]. `release`
+    discards blocks that were not offloaded. Each call may be repeated after an exception."""
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
         self._memory = backend.memory
@@ -66,26 +65,27 @@ class KVCache:
 
     @property
     def num_resident_bytes(self) -> int:
-        """Bytes of the cache that take physical memory now. On a CPU these are the pages that were
-        written to, on a device all bytes. 0 while released."""
+        """Bytes of the cache that take physical memory now; 0 while released. On a CPU these are
+        the pages that were written to, on a device all bytes."""
         return 0 if self._buffer is None else resident_bytes(self._buffer)
 
     @property
     def num_offloaded_bytes(self) -> int:
-        """Bytes of the blocks that wait in the host arena."""
+        """Bytes of the offloaded blocks in host memory."""
         return len(self._arena_index) * self.bytes_per_block
 
     @property
     def offloaded_blocks(self) -> list[int]:
-        """Ids of the blocks that wait in the host arena."""
+        """Ids of the offloaded blocks in host memory."""
         return list(self._arena_index)
 
     def data_ptrs(self) -> dict[str, int]:
-        """Return the address of each layer's tensor by name; {} while released."""
+        """Return the address of each layer's tensor by name, or {} while released."""
         return {f"kv_cache.{index}": layer.data_ptr() for index, layer in enumerate(self.layers)}
 
     def release(self) -> int:
-        """Release the memory and its contents. Returns the bytes released; 0 for a second call."""
+        """Release the memory and its contents. Returns the bytes released, or 0 for a second
+        call."""
         if self._is_released:
             return 0
         self.layers, self._buffer = (), None
@@ -94,7 +94,8 @@ class KVCache:
         return num_bytes
 
     def restore(self) -> int:
-        """Reserve the memory again, with undefined contents. Returns its bytes; 0 if resident."""
+        """Reserve the memory again, with undefined contents. Returns its bytes, or 0 if not
+        released."""
         if self.layers:
             return 0
         self._carve(self._memory.restore(_BUFFER))
@@ -102,7 +103,7 @@ class KVCache:
         return self.num_bytes
 
     def offload(self, block_ids: BlockIds) -> int:
-        """Copy these blocks to the host arena, replacing its contents. Returns the bytes copied."""
+        """Copy these blocks to host memory, replacing earlier copies. Returns the bytes copied."""
         self._arena_index = {}  # until all are copied
         buffer = self._arena.reserve(len(block_ids) * self.bytes_per_block)
         index = {int(block): place for place, block in enumerate(block_ids)}
@@ -112,7 +113,7 @@ class KVCache:
         return buffer.numel()
 
     def onload(self, block_ids: BlockIds) -> int:
-        """Copy offloaded blocks back into place and drop them from the arena. Returns the bytes
+        """Copy offloaded blocks back into place, and drop the host copies. Returns the bytes
         copied."""
         if len(block_ids) == 0:
             return 0
@@ -125,8 +126,8 @@ class KVCache:
         return len(ordered) * self.bytes_per_block
 
     def discard(self, block_ids: BlockIds) -> int:
-        """Drop offloaded blocks and free their memory in the arena. Returns the bytes freed. Only
-        whole pages are freed. The rest is freed when the last block is dropped."""
+        """Drop the host copies of offloaded blocks. Returns the bytes freed. Only whole pages are
+        freed. The rest is freed when the last block is dropped."""
         num_freed = 0
         for block in block_ids:
             start = self._arena_index.pop(block) * self.bytes_per_block
@@ -136,11 +137,9 @@ class KVCache:
         return num_freed
 
     def copy_tokens(self, sources: BlockIds, targets: BlockIds, lengths: BlockIds) -> None:
-        """Copy the first `lengths[i]` tokens of block `sources[i]` to `targets[i]`, in all layers.
-
-        No block may be both a source and a target. The remaining tokens of a target block are
-        undefined afterwards.
-        """
+        """Copy the first `lengths[i]` tokens of block `sources[i]` to block `targets[i]`, in all
+        layers. No block may be both a source and a target. Later tokens of a target block are then
+        undefined."""
         ids_3K = torch.from_numpy(np.array([sources, targets, lengths], dtype=np.int64))
         if self._pool.is_cuda:
             ids_3K = ids_3K.pin_memory()  # else the host would wait for the step before
@@ -170,7 +169,7 @@ class KVCache:
 
 def copy_runs(targets: Tensor, target_ids: BlockIds, sources: Tensor, source_ids: BlockIds) -> None:
     """Copy sources[source_ids] to targets[target_ids], with one copy per run of consecutive ids.
-    Returns when all bytes have arrived, also if one of the two tensors is on a device."""
+    Returns when all bytes have arrived, also if one of the tensors is on a device."""
     if len(target_ids) == 0:
         return
     moves = np.diff(np.stack([np.asarray(target_ids), np.asarray(source_ids)]), axis=1)
@@ -204,8 +203,8 @@ def strips_of(attention: AttentionBackend, spec: CacheSpec) -> Strips:
 
 
 def num_blocks_in(attention: AttentionBackend, spec: CacheSpec, buffer_size_gb: float) -> int:
-    """Return how many whole blocks fit `buffer_size_gb` GiB. The scratch block is not subtracted.
-    Raises ConfigError if not even one fits."""
+    """Return how many whole blocks fit in `buffer_size_gb` GiB. The scratch block is not
+    subtracted. Raises ConfigError if no block fits."""
     per_block = bytes_per_block(attention, spec)
     num_blocks = int(buffer_size_gb * GIB) // per_block
     if num_blocks < 1:

@@ -1,7 +1,8 @@
-"""Loading of one rank of an engine: its device, its part of the model, its sizes and memory.
+"""Loads one rank of an engine: its device, its part of the model, its sizes and memory.
 
 Used by `rollout.engine.build`, by `rollout.tensor_parallel.start` and
-`rollout.tensor_parallel.follower` on each rank, and for defaults by `rollout.cli.explain`.
+`rollout.tensor_parallel.follower` on each rank, and by `rollout.cli.engine_facts` for defaults. It
+opens checkpoint files, and reserves memory on the device.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ _NUM_CPU_POSITIONS = 4096  # in the rotary tables when an engine starts on a CPU
 class EngineSizes:
     """Sizes of an engine.
 
-    block_size: tokens per KV block. max_tokens: tokens per step. num_rows: requests that may run at
-    once. num_blocks: KV blocks in the pool. max_paused_blocks: KV blocks that paused requests may
-    keep.
-    """
+    block_size: tokens per KV block.
+    max_tokens: tokens per step.
+    num_rows: requests that can run at once.
+    num_blocks: KV blocks in the pool.
+    max_paused_blocks: KV blocks that paused requests can keep."""
 
     block_size: int
     max_sequence_length: int
@@ -58,7 +60,7 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A rank's part of the model on its device, and the engine sizes that fit there. Immutable."""
+    """A rank's part of the model on its device, and the engine sizes that fit there."""
 
     config: InferenceConfig
     backend: Backend
@@ -74,7 +76,7 @@ def load_model(
     collectives: Collectives = ONE_RANK,
 ) -> LoadedModel:
     """Load this rank's part of the model onto the device that `config` names. `CausalLM.prepare`
-    must be called on it before it runs. Raises ConfigError and ModelError."""
+    must be called on the model before it runs. Raises ConfigError and ModelError."""
     backend = create_backend(config, collectives)
     causal_lm, fill = open_model(
         model,
@@ -111,8 +113,9 @@ def load_model(
 def sizes_of(
     config: InferenceConfig, backend: Backend, model: CausalLM, most_blocks: int | None = None
 ) -> EngineSizes:
-    """Return the sizes that fit this rank, with a pool of at most `most_blocks` blocks; None for no
-    such limit. Raises ConfigError if no KV block fits, or as `longest_sequence` does."""
+    """Return the engine sizes that fit this rank, with a pool of at most `most_blocks` blocks. None
+    sets no such limit. Raises ConfigError if no KV block fits, or if the config's
+    `max_sequence_length` exceeds the model's."""
     longest = longest_sequence(config, model.spec)
     max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests or DEFAULT_MAX_REQUESTS
@@ -136,7 +139,7 @@ def sizes_of(
     pool_tokens = num_blocks * block_size
     if config.max_sequence_length is None and longest > pool_tokens:
         logger.info(
-            "max_sequence_length=%d: the KV pool holds no longer sequence, and the model could do "
+            "max_sequence_length=%d: the KV pool holds no longer sequence, and the model allows "
             "%d; raise buffer_size_gb for more",
             *(pool_tokens, longest),
         )
@@ -154,8 +157,8 @@ def sizes_of(
 
 
 def longest_sequence(config: InferenceConfig, spec: ModelSpec) -> int:
-    """Return the config's `max_sequence_length`, or the model's longest if that is None. Raises
-    ConfigError if the config's length exceeds the model's."""
+    """Return the config's `max_sequence_length`, or the model's longest sequence if that is None.
+    Raises ConfigError if the config's length exceeds the model's."""
     rope, longest = spec.rope, spec.max_position_embeddings
     # Whether max_position_embeddings counts before or after the scaling depends on its kind.
     if rope.kind == "linear":

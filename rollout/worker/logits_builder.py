@@ -1,7 +1,7 @@
-"""LogitsBuilder: the host arrays by which biases, allowed ids, penalties and min_tokens change
-logits before sampling. Used by BatchBuilder.
+"""LogitsBuilder and TokenHistories: data for biases, allowed ids and penalties on logits.
 
-TokenHistories: the rows' tokens on the device, which penalties count. Used by ModelRunner.
+LogitsBuilder makes host arrays, and is used by `rollout.worker.batch_builder`. TokenHistories keeps
+the tokens that penalties count on the device, and is used by `rollout.worker.model_runner`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Row:
 
 
 def _changes_logits(new: NewRow) -> bool:
-    """Return whether the request may ever change the model's logits before sampling."""
+    """Return whether the request can change the model's logits at any of its tokens."""
     params = new.sampling_params
     forbids_end = bool(params.min_tokens and new.end_ids)
     is_biased = bool(params.logit_bias) or params.allowed_token_ids is not None
@@ -63,8 +63,8 @@ def _changes_logits(new: NewRow) -> bool:
 class _Lists:
     """Lists from which LogitsInputs are made, filled sample by sample.
 
-    `limited` and `penalized`: indices of the samples with allowed ids, and with penalties.
-    """
+    `limited`: indices of the samples with allowed ids.
+    `penalized`: indices of the samples with penalties."""
 
     bias_at: list[HostArray] = field(default_factory=list)
     bias_ids: list[HostArray] = field(default_factory=list)
@@ -77,8 +77,7 @@ class _Lists:
     num_prompt: list[int] = field(default_factory=list)
 
     def add(self, index: int, row: _Row, position: int) -> None:
-        """Add the changes of sample `index` of the K samples, which draws the token at `position`
-        of `row`."""
+        """Add the changes of sample `index`, which draws the token at `position` of `row`."""
         params = row.params
         if len(row.bias_ids):
             self._add_biases(index, row.bias_ids, row.biases)
@@ -103,12 +102,9 @@ class _Lists:
 
 
 class LogitsBuilder:
-    """Records for each row how its request changes the model's logits before a token is drawn: by
-    biases, allowed ids, penalties, and `min_tokens`, which forbids end tokens.
-
-    `set_row` records the changes when a request takes a row. `build` returns the arrays with which
-    the device changes the logits of one step. Rows without changes cost nothing.
-    """
+    """Records how each row's request changes the model's logits before a token is drawn. Changes
+    come from biases, allowed ids, penalties, and `min_tokens`, which forbids end tokens. Rows
+    without changes cost nothing."""
 
     def __init__(self, num_rows: int) -> None:
         self.rows: dict[int, _Row] = {}  # only the rows that change their logits
@@ -118,7 +114,7 @@ class LogitsBuilder:
         self._num_histories = 0
 
     def set_row(self, new: NewRow) -> None:
-        """Record the parameters of a request that has taken a row."""
+        """Record the changes of a request that has taken a row."""
         self.rows.pop(new.row, None)
         self._changes_logits[new.row] = _changes_logits(new)
         if self._changes_logits[new.row]:
@@ -126,8 +122,8 @@ class LogitsBuilder:
         self._set_history(new.row, new.sampling_params.has_penalties)
 
     def _set_history(self, row: int, has_penalties: bool) -> None:
-        """Assign the row a history index, or free its index. Histories are not indexed by row, so
-        that rows without penalties take no memory."""
+        """Assign the row a history index, or free its index."""
+        # Histories are not indexed by row, so that rows without penalties take no memory.
         if has_penalties == (self._histories[row] != _NO_HISTORY):
             return
         if not has_penalties:
@@ -142,11 +138,9 @@ class LogitsBuilder:
     def build(
         self, plan: StepPlan, mode_S: NDArray[np.int8], temperature_S: NDArray[np.float32]
     ) -> LogitsInputs[HostArray] | None:
-        """Return the arrays that change the logits of the step; None if no sample needs a change.
-
-        `mode_S`, `temperature_S`: log-prob mode and temperature of each sample of the step. They
-        decide which log-probs the sample reports.
-        """
+        """Return the arrays that change the logits of the step, or None if no sample needs a
+        change. `mode_S` and `temperature_S`, the log-prob mode and temperature of each sample,
+        decide which log-probs the sample reports."""
         samples_K = np.flatnonzero(self._changes_logits[plan.sample_rows])
         if not len(samples_K):
             return None
@@ -185,8 +179,9 @@ class LogitsBuilder:
 
 
 def _reported(mode_K: NDArray[np.int8], temperature_K: NDArray[np.float32]) -> dict[str, HostArray]:
-    """Return which samples report log-probs of the unchanged logits, at which inverse temperature,
-    and which of the changed logits, as fields of LogitsInputs. Greedy samples report raw ones."""
+    """Return which samples report log-probs of the unchanged logits and which of the changed
+    logits. The result has fields of LogitsInputs, with the inverse temperatures of the unchanged
+    logits. Greedy samples report unchanged logits without a temperature."""
     is_processed_K = (mode_K == MODE_CODES["processed"]) & (temperature_K > 0)
     is_scaled_K = (mode_K == MODE_CODES["temperature"]) & (temperature_K > 0)
     inverse_K = np.ones(len(mode_K), dtype=np.float32)
@@ -203,13 +198,11 @@ def _joined(parts: Sequence[HostArray]) -> HostArray:
 
 
 class TokenHistories:
-    """Token ids of rows with penalties, int32 [history, position]. The tensor grows on demand.
-
-    It is on the device, because the host does not know a decode row's last token yet when the next
-    step is launched. Shape letters as in LogitsInputs; P history positions.
-    """
+    """Token ids of rows with penalties, int32 [history, position], on the device. The tensor grows
+    on demand. Shape letters as in LogitsInputs, and P history positions."""
 
     def __init__(self, device: torch.device) -> None:
+        # On the device, because the host launches a step before it knows the last token of a row.
         self._ids = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     @property
@@ -218,8 +211,8 @@ class TokenHistories:
         return self._ids.nbytes
 
     def begin(self, host: LogitsInputs[HostArray], inputs: LogitsInputs[Tensor]) -> Tensor:
-        """Write the tokens of new histories. Returns the histories of the Q samples with penalties,
-        int32 [Q, P]; no rows if Q is 0."""
+        """Write the tokens of new histories. Returns the histories of the Q samples with penalties.
+        The result is int32 [Q, P], and has no rows if Q is 0."""
         if not len(host.histories_Q):
             return self._ids[:0]
         length = int(host.lengths_Q.max())
@@ -242,5 +235,6 @@ class TokenHistories:
 
 
 def _rounded(size: int) -> int:
-    """Return the next power of two, so that a history that grows by tokens is rarely copied."""
+    """Return the least power of two of at least `size`, so that a growing history is rarely
+    copied."""
     return 1 << (size - 1).bit_length()

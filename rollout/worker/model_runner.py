@@ -1,5 +1,7 @@
-"""ModelRunner: runs StepPlans on the device. Made by `rollout.worker.loading`, used by Worker; step
-executors of the backends call back its `forward` and `draw`.
+"""ModelRunner: runs StepPlans on the device.
+
+Used by `rollout.worker.worker`. Made by `rollout.worker.loading`. Step executors of
+`rollout.backends` call `forward` and `draw`. It writes the KV cache.
 
 Shape letters: T tokens, L logit rows, P scored tokens, S sample rows, Q samples with penalties, E
 hidden size, V vocabulary. In TLK, L are the layers with experts and K the experts of a token.
@@ -33,8 +35,8 @@ SCORE_CHUNK = 512
 
 
 class ModelRunner:
-    """Runs steps of the model, which write the KV cache. Keeps each row's last token and the token
-    histories of rows with penalties on the device."""
+    """Runs steps of the model, which write the KV cache. Keeps each row's last token, and the token
+    histories of rows with penalties, on the device."""
 
     def __init__(
         self,
@@ -45,8 +47,8 @@ class ModelRunner:
         *,
         records_routing: bool = False,
     ) -> None:
-        """`records_routing`: whether outputs have each token's experts. The model must be a mixture
-        of experts then."""
+        """`records_routing` adds each token's experts to the outputs. The model must then have
+        experts."""
         self._records_routing = records_routing
         self._model, self._backend, self._kv, self._builder = model, backend, kv, builder
         self._last_tokens = torch.zeros(builder.num_rows, dtype=torch.int64, device=backend.device)
@@ -90,8 +92,8 @@ class ModelRunner:
             return self._backend.executor.warm_up(self)
 
     def after_suspend(self) -> dict[str, int]:
-        """Return unused allocator memory to the system after a release. Returns the bytes that stay
-        in use besides KV cache and weights, by name."""
+        """Return unused allocator memory to the system after a release. Returns the bytes still in
+        use besides KV cache and weights, by name."""
         self._backend.memory.trim()
         return {
             **self._backend.executor.num_bytes,
@@ -100,8 +102,8 @@ class ModelRunner:
         }
 
     def after_resume(self) -> int:
-        """Check whether restored memory has other addresses, on any rank; captured steps are then
-        dropped. Returns how many must be captured again."""
+        """Drop captured steps if restored memory has other addresses on any rank. Returns how many
+        steps must be captured again. All ranks must call it."""
         before, self._addresses = self._addresses, self._addresses_now()
         backend, has_moved = self._backend, self._addresses != before
         # All ranks capture again or none: capturing and replaying ranks would block each other.
@@ -109,18 +111,16 @@ class ModelRunner:
         return backend.executor.after_resume(has_moved=has_moved)
 
     def _addresses_now(self) -> tuple[int, int]:
-        """Return the addresses of the KV cache and of the weights. Each is one buffer."""
+        """Return the addresses of the KV cache and of the weights, each of which is one buffer."""
         assert self._kv.layers, "the KV cache is released"
         return self._kv.layers[0].data_ptr(), next(self._model.parameters()).data_ptr()
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states of the logit rows [L, E], and the tokens' experts; None if they
-        are not recorded.
-
-        Writes the KV of the step's tokens. `host` has the same arrays as `inputs`, on the host.
-        """
+        """Return the hidden states of the logit rows [L, E], and the tokens' experts [T, L, K]. The
+        experts are None if they are not recorded. Writes K and V of the step's tokens to the KV
+        cache. `host` has the same arrays as `inputs`, on the host."""
         layout = inputs.layout
         token_ids_T = self._last_tokens.index_select(0, layout.input_rows_T)
         if not layout.only_decodes:
@@ -131,8 +131,8 @@ class ModelRunner:
     def draw(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> StepOutput[Tensor]:
-        """Sample from the first `num_drawn_logits` rows, and score prompt tokens with the others.
-        Each sampled token becomes its row's last token."""
+        """Sample from the first `num_drawn_logits` rows, and score prompt tokens with the remaining
+        rows. Each sampled token becomes its row's last token."""
         layout = inputs.layout
         scores = None
         if layout.score_targets_P.shape[0]:
@@ -161,7 +161,8 @@ class ModelRunner:
         )
 
     def _new_routing(self, token_ids_T: Tensor) -> Tensor:
-        """Return an empty array, into which layers with experts write each token's experts."""
+        """Return an empty array [T, L, K], into which layers with experts write each token's
+        experts."""
         spec = self._model.spec
         shape = token_ids_T.shape[0], spec.num_moe_layers, spec.experts_per_token
         return token_ids_T.new_empty(shape, dtype=torch.int16)
@@ -169,7 +170,8 @@ class ModelRunner:
     def _sample(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> SampleResult[Tensor]:
-        """Draw the step's samples. Writes each as its row's last token and to its history."""
+        """Draw the step's samples, and write each one as its row's last token and to its
+        history."""
         layout = inputs.layout
         if not hidden_LE.shape[0]:
             no_ids = layout.sample_rows_S
@@ -204,7 +206,6 @@ class ModelRunner:
 
 
 def _sampling_batch(inputs: StepInputs[Tensor]) -> SamplingBatch:
-    """Return the sampling parameters of the step."""
     layout, flags = inputs.layout, inputs.layout.flags
     return SamplingBatch(
         uniforms_S=inputs.uniforms_S,

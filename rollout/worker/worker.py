@@ -1,8 +1,8 @@
-"""Worker: one rank of an engine: its model runner, KV cache and weights.
+"""Worker: one rank of an engine, with its model runner, KV cache and weights.
 
-Made by `rollout.engine.build` and `rollout.tensor_parallel.start`; Follower extends it on ranks
-other than 0. Executors call rank 0's Worker directly and the others' by messages. Suspension names
-the methods that it runs on all ranks. All that one rank does with tensors begins here.
+Used by `rollout.worker.executor` and `rollout.tensor_parallel`, which call its methods on each
+rank, and by `rollout.engine.build` and `rollout.engine.suspension`. `rollout_vllm.executor` calls
+`process_bytes`. It changes the memory of the KV cache and of the weights.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _R = TypeVar("_R")
 class MemoryUse:
     """Bytes of the KV cache and of the weights.
 
-    kv, weights: reserved bytes, 0 while released. *_on_host: host copies kept while suspended.
-    lora_base: host copies of the base values of weights that a LoRA adapter has changed.
-    """
+    kv, weights: reserved bytes; 0 while released.
+    kv_on_host, weights_on_host: host copies kept while suspended.
+    lora_base: host copies of the base values of weights that a LoRA adapter has changed."""
 
     kv: int = 0
     weights: int = 0
@@ -52,7 +52,7 @@ class MemoryUse:
 def _on_the_device(
     method: Callable[Concatenate[Worker, _P], _R],
 ) -> Callable[Concatenate[Worker, _P], _R]:
-    """Decorate a method to run with the engine's device current. The thread may have another."""
+    """Decorate a method to run with the engine's device current in the calling thread."""
 
     @functools.wraps(method)
     def run(self: Worker, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -65,10 +65,9 @@ def _on_the_device(
 class Worker:
     """Model runner, KV cache and weights of one rank.
 
-    A WorkerExecutor runs the methods here on every rank of an engine. Other ranks are other
-    processes, so arguments and results must be picklable. Those of `launch`, `stage_weights` and
-    `commit_weights` are not: Follower has commands of its own for them.
-    """
+    A WorkerExecutor runs these methods on every rank. Other ranks are other processes, so arguments
+    and results must be picklable. `launch`, `stage_weights` and `commit_weights` are exceptions,
+    for which Follower has commands of its own."""
 
     def __init__(
         self,
@@ -104,14 +103,14 @@ class Worker:
 
     @_on_the_device
     def after_suspend(self) -> dict[str, int]:
-        """Return unused allocator memory to the system after a release. Returns the bytes that stay
-        in use besides KV cache and weights, by name."""
+        """Return unused allocator memory to the system after a release. Returns the bytes still in
+        use besides KV cache and weights, by name."""
         return self._runner.after_suspend()
 
     @_on_the_device
     def after_resume(self) -> int:
         """Check captured steps once all memory is restored. Returns how many must be captured
-        again. All ranks must call it: it is a collective."""
+        again. All ranks must call it."""
         return self._runner.after_resume()
 
     # ---- the KV cache; see KVCache
@@ -147,13 +146,13 @@ class Worker:
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedWeights:
-        """Verify and prepare this rank's part of an update; see WorkerExecutor.stage_weights. Any
-        thread may call it. The served weights do not change."""
+        """Verify and prepare this rank's part of an update. The served weights do not change. Any
+        thread may call it. `check` and `source_checksum` are as in WorkerExecutor.stage_weights."""
         return self.weights.stage(named_tensors, check, source_checksum)
 
     @_on_the_device
     def commit_weights(self, staged: StagedWeights, version: int | None) -> int:
-        """Serve a staged update as `version`; None means the next one. Returns the bytes
+        """Serve a staged update as `version`, or as the next version if None. Returns the bytes
         written."""
         return self.weights.commit(staged, version)
 
@@ -163,13 +162,14 @@ class Worker:
 
     @_on_the_device
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
-        """Return this rank's part of the fingerprints of the named weights; None means all."""
+        """Return this rank's part of the fingerprints of the named weights. None means all
+        weights."""
         return self.weights.fingerprint_share(names)
 
     @_on_the_device
     def release_weights(self, *, discard: bool) -> int:
-        """Release the weights' memory. The values are copied to the host first, unless `discard`.
-        Returns the bytes released."""
+        """Release the weights' memory. Returns the bytes released. The values are copied to the
+        host first, unless `discard`."""
         return self.weights.release(discard=discard)
 
     @_on_the_device
@@ -220,7 +220,7 @@ class Worker:
 
 
 def process_bytes() -> int:
-    """Return the resident bytes of this process; 0 on systems without /proc."""
+    """Return the resident bytes of this process, or 0 on systems without /proc."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

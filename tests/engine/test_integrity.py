@@ -186,7 +186,7 @@ BROKEN: list[tuple[Callable[[InspectedEngine], None], str]] = [
     (_queue_running, r"requests \[0\] wait in the queue and have rows"),
     (_lose_request, r"requests \[2\] neither wait in the queue nor have rows"),
     (_run_unknown, r"requests \[0\] wait or have rows and are not the scheduler's"),
-    (_lose_record, r"requests \[0\] are in one of scheduler and records"),
+    (_lose_record, r"requests \[0\] are in only one of scheduler and records"),
     (_end_unended, r"requests \[0\] have ended and have not"),
     (_change_phase, "request 0 has a row in phase finished"),
     (_change_phase_of_waiting, "request 2 waits in the queue in phase running"),

@@ -54,7 +54,7 @@ def test_private_folder_refuses_files_that_others_can_write(
     folder = PrivateFolder(tmp_path / "own")
     name = folder.write("engine", b"arguments")
     change(folder.path if what == "folder" else folder.path / name)
-    with pytest.raises(ConfigError, match=r"others than its owner|is not a folder|cannot be read"):
+    with pytest.raises(ConfigError, match=r"other users may|is not a folder|cannot be read"):
         folder.read(name)
 
 
@@ -92,7 +92,7 @@ def test_a_job_of_slurm_unpickles_nothing_that_others_could_have_written(tmp_pat
     folder.path.chmod(0o777)
     fault = run_job(*given)
     assert fault is not None
-    assert "others than its owner may write" in fault["message"]
+    assert "other users may write" in fault["message"]
     assert not trap.exists()
     folder.path.chmod(0o700)
     run_job(*given)

@@ -136,7 +136,7 @@ def test_answers_name_a_stopped_rank_at_the_deadline() -> None:
 def test_send_names_a_rank_that_reads_nothing_at_the_deadline() -> None:
     with lead_of_one(timeout_s=0.5) as (channel, _):
         channel.send(Target.stop)
-        with pytest.raises(LockstepError, match=r"took no command \(echo\) for 0\.5 s"):
+        with pytest.raises(LockstepError, match=r"read no command \(echo\) for 0\.5 s"):
             channel.send(Target.echo, 1, b"x" * 10_000_000)
 
 
@@ -213,7 +213,7 @@ def test_leave_gives_rank_0_the_reason_before_and_after_a_command() -> None:
 def test_receive_raises_at_its_deadline() -> None:
     with (
         both_ends() as (_, follower),
-        pytest.raises(LockstepError, match=r"rank 0 gave no command for 0\.01 s"),
+        pytest.raises(LockstepError, match=r"rank 0 sent no command for 0\.01 s"),
     ):
         follower.receive(0.01)
 

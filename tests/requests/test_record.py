@@ -173,7 +173,7 @@ def test_segment_without_prompt_behind_one_without_tokens_is_refused(tokens):
     record.checkpoint()
     encoded = record.serialize()
     encoded["requests"][0]["generated_tokens"] = tokens
-    with pytest.raises(ProtocolError, match="segments without tokens"):
+    with pytest.raises(ProtocolError, match="a token field of a segment has no tokens"):
         DynamicInferenceRequestRecord.deserialize(encoded)
 
 

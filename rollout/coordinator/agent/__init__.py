@@ -1,1 +1,1 @@
-"""The engine's side of the fleet: the main loop of an engine process, and its work per message."""
+"""The engine's side of a fleet: the main loop of an engine, and its handling of messages."""

@@ -1,8 +1,7 @@
 """EngineAgent: executes the coordinator's messages on one engine. `serve` is its main loop.
 
-The agent has no socket: `serve` calls `handle` for each message, `poll` now and then, and `step`
-while the lease is valid, and sends the messages that they return through a Link. Used by
-`rollout.apis.engine_process`. It changes the state, requests and weights of its engine.
+Used by `rollout.apis.engine_process`. The agent changes the state, requests and weights of its
+engine, and returns the messages to send. `serve` sends them through a Link.
 """
 
 from __future__ import annotations
@@ -64,8 +63,9 @@ FleetCommand = Command[Any] | Prepare | Commit | Rollback
 
 
 class EngineAgent:
-    """Executes messages on its engine. One thread calls all methods, except that the Link's thread
-    calls `registration` and `status`. Another thread stages weights."""
+    """Executes the coordinator's messages on one engine. The engine enters the fleet once it serves
+    the fleet's weights and is in the fleet's state. One thread calls all methods, except that the
+    Link's thread calls `registration` and `status`. Another thread stages weights."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class EngineAgent:
         fetch: Fetch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`settings`: the settings that must be equal on all engines of the fleet. `fetch`: as for
-        WeightUpdates. `clock`: returns monotonic seconds, for deadlines. Raises ConfigError if
-        `max_requests` is more than a registration can name beside as many ended requests."""
+        """`settings` must be equal on all engines of the fleet. `fetch` is passed to WeightUpdates.
+        `clock` returns monotonic seconds for deadlines. Raises ConfigError if `max_requests` is
+        above half the number of attempts that one Register message can hold."""
         if max_requests > MAX_ITEMS // 2:
             raise ConfigError(
                 f"max_requests={max_requests} of an engine of a fleet must be at most "
@@ -92,30 +92,30 @@ class EngineAgent:
         self._requests = EngineRequests(engine)
         self._updates = WeightUpdates(engine, fetch)
         self._answers: OrderedDict[tuple[type, int], Ack | Nack] = OrderedDict()
-        self._registered_vote: int | None = None  # as the latest registration named it
+        self._registered_vote: int | None = None  # the command id in the latest registration
         self._entry: RegisterAck | None = None  # until the engine is in its state, with its weights
         self._num_entry_failures, self._retry_at = 0, 0.0
         self._num_steps = self._num_granted = self._session = 0
         self._last_step_s = 0.0
-        # A commit while there is work, its answer, and when it ended. The first step after it
-        # confirms it.
+        # A commit made while there is work, its answer, and its end time. The first step after the
+        # commit confirms it.
         self._committed: tuple[Commit, Ack, float] | None = None
         self.is_shut_down = False
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has requests to step, and may run them in its state."""
+        """Whether the engine has unfinished requests, and may run them in its state."""
         is_in_fleet = self._entry is None and self._engine.state is EngineState.RUNNING
         return is_in_fleet and self._engine.has_unfinished_requests()
 
     @property
     def is_staging(self) -> bool:
-        """Whether weights are being staged, so that `poll` will have a result."""
+        """Whether weights are being staged. A later `poll` returns the result."""
         return self._updates.in_staging is not None
 
     @property
     def max_idle_s(self) -> float:
-        """The longest time in seconds between two calls of `poll` while there is no work."""
+        """Longest time in seconds between two calls of `poll` while there is no work."""
         return _STAGING_POLL_S if self.is_staging else _IDLE_S
 
     @property
@@ -125,12 +125,12 @@ class EngineAgent:
 
     @property
     def suspects(self) -> tuple[Attempt, ...]:
-        """The attempts in the latest step that raised; any of them may be the cause."""
+        """The attempts in the latest step that raised. Any of them may have caused the error."""
         return self._requests.attempts(self._engine.suspects())
 
     def registration(self) -> Register:
         """Return the first message of a session: the engine's state, weights and attempts. The
-        Link's thread calls it. Keeps the id of the vote that the message names."""
+        Link's thread calls it. Records which staged update the message names."""
         self._registered_vote = self._updates.voted_command_id
         return Register(
             protocol_version=PROTOCOL_VERSION,
@@ -162,7 +162,7 @@ class EngineAgent:
         )
 
     def step(self) -> Sequence[Message]:
-        """Run one step of the engine. Returns progress, replies and credit. Raises the engine's
+        """Run one step of the engine, and return progress, replies and credit. Raises the engine's
         error."""
         start = time.perf_counter()
         records = self._engine.step()
@@ -173,9 +173,9 @@ class EngineAgent:
         return [*self._requests.due_progress(), *replies, *confirmations, *self._credit()]
 
     def _credit(self) -> Sequence[Message]:
-        """Return a Credit if the engine has room for more requests than it has granted. At most
-        `num_ahead` requests wait here; all others wait in the coordinator, for any engine. Returns
-        nothing before the engine has entered the fleet."""
+        """Return a Credit if the engine has room for more requests than it has granted, else []. At
+        most `num_ahead` requests wait in the engine. Nothing is granted before the engine has
+        entered the fleet."""
         if self._entry is not None:
             return []
         ahead, requests = num_ahead(self._max_requests), self._requests
@@ -192,17 +192,17 @@ class EngineAgent:
     # ---- messages
 
     def handle(self, message: Message) -> Sequence[Message]:
-        """Execute `message`. Returns the answers, and credit. Raises ProtocolError for a message
-        that is not for an engine, and the latest error if the engine could not enter the fleet in
-        20 attempts."""
+        """Execute `message`, and return the answers and credit. Raises ProtocolError if `message`
+        is not for an engine. Raises the latest error if the engine could not enter the fleet in 20
+        attempts."""
         return [*self._handle(message), *self._credit()]
 
     def _handle(self, message: Message) -> Sequence[Message]:
         if isinstance(message, AssignRequest):
             return self._requests.assign(message)
-        if isinstance(message, EngineReply):  # of an assignment that could not be read
+        if isinstance(message, EngineReply):  # the failure of an unreadable assignment
             return [self._requests.refuse(message)]
-        if isinstance(message, Nack):  # of a command that could not be read
+        if isinstance(message, Nack):  # the refusal of an unreadable command
             return [message]
         if isinstance(message, AbortRequest):
             return [reply for named in message.attempts for reply in self._requests.abort(named)]
@@ -214,11 +214,12 @@ class EngineAgent:
             return self._begin_session(message)
         if isinstance(message, (Command, Prepare, Commit, Rollback)):
             return self._answer(message)
-        raise ProtocolError(f"{type(message).__name__} is no message for an engine")
+        raise ProtocolError(f"{type(message).__name__} is not a message for an engine")
 
     def poll(self, *, may_step: bool = True) -> Sequence[Message]:
-        """Return answers that do not come from a step, such as votes, and credit. `may_step`: a
-        step follows if there is work. Raises the latest error as `handle` does."""
+        """Return answers that do not come from a step, such as votes on a Prepare, and credit.
+        `may_step` tells that a step follows if there is work. Raises the latest error if the engine
+        could not enter the fleet in 20 attempts."""
         confirmed = [] if self.has_work and may_step else self._confirm_commit()
         return [*confirmed, *self._poll(), *self._credit()]
 
@@ -233,27 +234,25 @@ class EngineAgent:
         return self._enter() if is_due and not self.is_staging else []
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of one that no frame can carry: the halves of a
-        Progress, or the failure of its request or command with `error`. Raises `error` for a
-        message about neither."""
+        """Return the messages to send in place of a message that no frame can carry. A Progress is
+        replaced by its halves. A reply or an answer is replaced by the failure of its request or
+        command with `error`. Raises `error` for any other message."""
         if isinstance(message, Ack):
             return [nack_of(message.command_id, error)]
         return self._requests.instead_of(message, error)
 
     def close(self) -> None:
-        """Cancel staging, and return when no other thread uses the weights."""
+        """Cancel staging, and wait until no other thread uses the weights."""
         self._updates.cancel()
         self._updates.wait_until_unused()
 
     # ---- commands
 
     def _answer(self, message: FleetCommand) -> Sequence[Message]:
-        """Run a command, once per command id and phase; a repeated one gets its first answer.
-        Returns the messages to send. The vote of a Prepare, and the answer to a Commit while there
-        is work, come later.
-
-        All progress comes before the answer, so that the coordinator knows all earlier tokens.
-        """
+        """Run a command, and return the messages to send. A repeated command only gets its first
+        answer again. The vote on a Prepare comes later, and so does the answer to a Commit while
+        there is work."""
+        # Progress goes before the answer, so that the coordinator knows all earlier tokens.
         confirmed = self._confirm_commit()
         answer = self._answers.get((type(message), message.command_id))
         if answer is not None:
@@ -279,9 +278,9 @@ class EngineAgent:
         return [*messages, self._keep(message, answer)]
 
     def _confirm_commit(self, *, stepped: bool = False) -> list[Message]:
-        """Return the answer to the Commit that is not answered yet, if any. `stepped`: the first
-        step after the commit has just ended. The reported stall then includes the time since the
-        commit, less the length of the step before: for example, first touches of new memory."""
+        """Return the answer to an unanswered Commit, or [] if there is none. `stepped` tells that
+        the first step after the commit has just ended. The reported stall then includes the extra
+        time of that step over the step before."""
         if self._committed is None:
             return []
         (commit, answer, ended_at), self._committed = self._committed, None
@@ -318,8 +317,8 @@ class EngineAgent:
     # ---- weight updates
 
     def _prepare(self, message: Prepare) -> Sequence[Message]:
-        """Begin to stage the update. `poll` will return the vote. Returns the vote no at once if
-        the update is illegal, and the vote no of an update that this one replaces."""
+        """Begin to stage the update. A later `poll` returns the vote. Returns the vote no if the
+        update is illegal, and the vote no for an update that this one replaces."""
         staging = self._updates.in_staging
         if isinstance(staging, Prepare) and staging.command_id == message.command_id:
             return []
@@ -375,12 +374,9 @@ class EngineAgent:
         return [*self._cancel_update(), *self._enter()]
 
     def _enter(self, error: BaseException | None = None) -> Sequence[Message]:
-        """Enter the fleet, or begin to stage the weights that it serves. `error`: the error with
-        which staging ended, if it failed.
-
-        A failed entry is tried again: the fleet may have replaced the weights that it named, and
-        memory may be short for a while. The 20th failure in sequence is raised.
-        """
+        """Enter the fleet, or begin to stage the weights that it serves. `error` is the error with
+        which staging ended, or None. A failed entry is tried again. The 20th failure in sequence is
+        raised."""
         entry = self._entry
         assert entry is not None
         try:
@@ -389,7 +385,8 @@ class EngineAgent:
             if self._lacks_weights_of(entry):
                 return []
             self._reach(EngineState[entry.state])
-        except Exception as fault:  # memory may be short, or the publisher unreachable, for a while
+        # Memory may be short or the publisher unreachable for a while, or the weights replaced.
+        except Exception as fault:
             self._num_entry_failures += 1
             if self._num_entry_failures == _MAX_ENTRY_FAILURES:
                 raise
@@ -398,12 +395,12 @@ class EngineAgent:
             self._retry_at = self._clock() + _RETRY_S
             return []
         self._entry, self._num_entry_failures = None, 0
-        # The heartbeat says that it has entered; without it work would wait for the next one.
+        # The heartbeat reports the entry. Otherwise work would wait for the next heartbeat.
         return [*self._requests.unacknowledged(), Heartbeat(sequence=0, status=self.status())]
 
     def _lacks_weights_of(self, entry: RegisterAck) -> bool:
-        """Commit the weights of the RegisterAck if they are staged, else begin to stage them.
-        Returns whether the engine still lacks them."""
+        """Return whether the engine still lacks the weights of the RegisterAck. Commits these
+        weights if they are staged. Otherwise begins to stage them."""
         engine = self._engine
         if entry.weights is None or entry.weights_version <= engine.weights_version:
             return False
@@ -418,7 +415,6 @@ class EngineAgent:
         return True
 
     def _reach(self, target: EngineState) -> None:
-        """Bring the engine into the fleet's state `target`."""
         engine = self._engine
         if target is not EngineState.SUSPENDED and engine.state is EngineState.SUSPENDED:
             engine.resume()
@@ -434,11 +430,11 @@ class EngineAgent:
 def serve(agent: EngineAgent, link: Link) -> None:
     """Execute the coordinator's messages, and step while the lease is valid, until a Shutdown.
 
-    Raises a step's error after three failed steps in sequence or if it broke the engine, the latest
-    error if the engine could not enter the fleet, and RolloutError if the link ends. A request that
-    makes a step fail ends alone, and the step does not raise. A LockstepError ends the loop at
-    once, also without work. If steps raise, the Disconnect names the requests of the last one.
-    """
+    If a single request makes a step fail, only that request ends, and the step does not raise. A
+    step's error is raised after three failed steps in sequence, or if it broke the engine.
+    LockstepError of any call is raised at once. The Disconnect then names the requests of the
+    failed step. Raises the latest error if the engine could not enter the fleet, and RolloutError
+    if the link ends."""
     num_failures = 0
     try:
         while not agent.is_shut_down:

@@ -1,4 +1,4 @@
-"""EngineRequests: the attempts that one engine holds, their reported tokens and their replies.
+"""EngineRequests: the requests that one engine holds for the coordinator, and their replies.
 
 Used by `rollout.coordinator.agent.agent`. It adds requests to the engine and aborts them.
 """
@@ -35,22 +35,23 @@ _logger = logging.getLogger(__name__)
 
 
 class _ReportTimes:
-    """Chooses the steps after which each attempt is reported. An attempt is reported every
-    `interval` steps, and about equally many after each step, to delay no step much."""
+    """Chooses after which steps each request is reported. A request is reported every `interval`
+    steps. About equally many requests are reported after each step, so that no step is delayed
+    much."""
 
     def __init__(self) -> None:
         self._num_steps = 0
-        # By interval: the request ids that are due at steps with each remainder.
+        # By interval: for each remainder of the step number, the ids of the requests to report.
         self._slots: dict[int, list[dict[int, None]]] = {}
 
     def slot(self, interval: int) -> dict[int, None]:
-        """Return the slot of this interval with the fewest requests. The caller adds a request id
-        to it, and removes it when the attempt ends."""
+        """Return the set of this interval with the fewest request ids. The caller adds a request id
+        to the set, and removes it when the request ends."""
         slots = self._slots.setdefault(interval, [{} for _ in range(interval)])
         return min(slots, key=len)
 
     def after_step(self) -> list[int]:
-        """Count a step. Returns the ids of the requests that are due."""
+        """Count a step, and return the ids of the requests to report now."""
         self._num_steps += 1
         slots = (each[self._num_steps % interval] for interval, each in self._slots.items())
         return [request_id for slot in slots for request_id in slot]
@@ -60,32 +61,33 @@ class _ReportTimes:
 class _Running:
     attempt: int
     num_reported: int
-    slot: dict[int, None]  # of the report times
+    slot: dict[int, None]  # the set of _ReportTimes that has its id
 
 
 class EngineRequests:
-    """The attempts of one engine, by the coordinator's request ids, which the engine uses too. A
-    reply is kept until it is acknowledged. num_received: samples assigned since the engine
-    registered, including ended ones; EngineAgent resets it."""
+    """The requests that the coordinator has assigned to one engine, by request id.
+
+    An attempt is one assignment of a request. The engine and the coordinator use the same request
+    ids. A reply is kept until the coordinator acknowledges it. `num_received` counts the samples
+    assigned since the engine registered. EngineAgent resets it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[int, _Running] = {}
         self._report_times = _ReportTimes()
-        self.report_interval = 1  # of requests to come: steps between two reports, at most
+        self.report_interval = 1  # most steps between two reports of a new request
         self._ended: dict[int, EngineReply] = {}
         self.num_received = 0
 
     @property
     def num_running(self) -> int:
-        """Number of attempts that have not ended, whether they wait or run."""
+        """Number of attempts that have not ended, whether they wait or run in the engine."""
         return len(self._running)
 
     def held(self) -> tuple[Attempt, ...]:
-        """Return all attempts, including ended ones whose reply is not acknowledged.
-
-        Any thread may call it: the dictionaries are copied atomically, the engine is not asked.
-        """
+        """Return all attempts, including ended ones whose reply is not acknowledged. Any thread may
+        call it."""
+        # Copies of the dictionaries are atomic.
         running, ended = list(self._running.items()), list(self._ended.items())
         return tuple(Attempt(request_id=i, attempt=each.attempt) for i, each in running + ended)
 
@@ -98,14 +100,15 @@ class EngineRequests:
         )
 
     def unacknowledged(self) -> list[EngineReply]:
-        """Return the kept replies, which are not acknowledged."""
+        """Return the replies that are not acknowledged."""
         return list(self._ended.values())
 
     # ---- assignments
 
     def assign(self, message: AssignRequest) -> list[EngineReply]:
-        """Add the samples whose attempt is new to the engine. Returns the failures of samples that
-        cannot run here, and the replies of repeated samples that have ended."""
+        """Add samples with a new attempt to the engine, and return replies to send at once. The
+        replies are failures of samples that cannot run here, and replies of repeated samples that
+        have ended."""
         self.num_received += len(message.samples)
         replies: list[EngineReply] = []
         new: list[Sample] = []
@@ -124,7 +127,7 @@ class EngineRequests:
             except Exception as error:
                 # No fault of one prompt may affect other requests.
                 if not isinstance(error, RolloutError):
-                    _logger.exception("%d requests of one prompt failed to enter", len(samples))
+                    _logger.exception("%d requests of one prompt could not be added", len(samples))
                 replies += [self._keep(_refusal(sample, error)) for sample in samples]
         return replies
 
@@ -161,18 +164,18 @@ class EngineRequests:
             self._running[sample.request_id] = _Running(sample.attempt, _num_known(sample), slot)
 
     def _seed_of(self, sample: Sample, params: SamplingParams) -> int:
-        """Return the sample's seed. If the client has named none, the seed depends on the request
-        id, which is unique in the fleet: requests draw differently, and each attempt alike."""
+        """Return the sample's seed. Without one, mix the engine's seed and the request id."""
         for seed in (sample.seed, params.seed):
             if seed is not None:
                 return seed
+        # The id is unique in the fleet: requests draw differently, attempts of one request alike.
         return mix_seed(self._engine.seed, sample.request_id)
 
     # ---- ending
 
     def abort(self, named: Attempt) -> list[EngineReply]:
-        """Abort an attempt if it is held. Returns its reply, even if it had ended before, or [] if
-        it is not held."""
+        """Abort an attempt, and return its reply. Returns [] if the engine does not hold the
+        attempt. An attempt that had ended before also gets its reply."""
         if self._known_attempt(named.request_id) != named.attempt:
             return []
         if named.request_id in self._ended:
@@ -180,9 +183,9 @@ class EngineRequests:
         return [self._end(self._engine.abort_request(named.request_id))]
 
     def instead_of(self, message: Message, error: ProtocolError) -> Sequence[Message]:
-        """Return the messages to send in place of one that no frame can carry: its halves, or a
-        reply with `error` for its only attempt. Raises `error` if the message has no attempt.
-        """
+        """Return the messages to send in place of a message that no frame can carry. A Progress of
+        several attempts is replaced by its halves. A message about one attempt is replaced by a
+        failed reply with `error`. Raises `error` for any other message."""
         if isinstance(message, Progress) and (middle := len(message.runs) // 2):
             halves = message.runs.rows(0, middle), message.runs.rows(middle, len(message.runs))
             return [Progress(runs=runs) for runs in halves]
@@ -205,14 +208,14 @@ class EngineRequests:
             self._engine.abort_request(request_id)
 
     def keep_only(self, attempts: Iterable[Attempt]) -> None:
-        """Drop all attempts but these."""
+        """Drop all attempts except `attempts`."""
         kept = {attempt.request_id: attempt.attempt for attempt in attempts}
         for request_id in [*self._running, *self._ended]:
             if kept.get(request_id) != self._known_attempt(request_id):
                 self.drop(request_id)
 
     def drop_reply(self, acknowledged: Attempt) -> None:
-        """Drop the reply of this attempt, which has arrived."""
+        """Drop the reply of an attempt, which has arrived at the coordinator."""
         ended = self._ended.get(acknowledged.request_id)
         if ended is not None and ended.attempt == acknowledged.attempt:
             del self._ended[acknowledged.request_id]
@@ -220,15 +223,15 @@ class EngineRequests:
     # ---- results of a step
 
     def ended(self, records: Iterable[DynamicInferenceRequestRecord]) -> list[EngineReply]:
-        """Return the replies with these records of ended requests, without dropped attempts."""
+        """Return the replies with the records of ended requests. Dropped attempts are left out."""
         return [self._end(record) for record in records if record.request_id in self._running]
 
     def due_progress(self) -> list[Progress]:
-        """Count a step. Returns the new tokens of the attempts that are due."""
+        """Count a step, and return the new tokens of the requests to report now."""
         return self._report(self._report_times.after_step())
 
     def progress(self) -> list[Progress]:
-        """Return all new tokens that are not reported yet."""
+        """Return all tokens that are not reported yet."""
         return self._report(self._running)
 
     def _report(self, request_ids: Iterable[int]) -> list[Progress]:

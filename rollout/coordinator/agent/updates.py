@@ -1,7 +1,7 @@
-"""WeightUpdates: fetches, stages and commits the weight update of one engine. Staging runs in a
-thread beside the engine's steps.
+"""WeightUpdates: fetches, stages and commits the weight update of one engine.
 
-Used by `rollout.coordinator.agent.agent`. Only a commit changes the engine's weights.
+Used by `rollout.coordinator.agent.agent`. A thread of its own fetches and stages the weights while
+the engine steps. Only a commit changes the engine's weights.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ Cause = Prepare | RegisterAck
 
 
 class _Staging:
-    """Fetches and stages one source in a thread of its own.
-
-    Staging copies the weights, one source at a time, under a lock that all staging threads of the
-    engine share. Fetching needs no lock, so a fetch that hangs does not block another source.
-    """
+    """Fetches and stages one source in a thread of its own. Staging holds a lock that all staging
+    threads of the engine share. Fetching holds no lock, so that a fetch that hangs does not block
+    another source."""
 
     def __init__(
         self,
@@ -39,8 +37,8 @@ class _Staging:
         base: WeightsSource | None,
         lock: threading.Lock,
     ) -> None:
-        """`base`: full weights to which an adapter is applied; None takes the weights that the
-        engine serves."""
+        """`base` is the source of the full weights that an adapter builds on; None for the served
+        weights."""
         self._engine, self._fetch, self._lock = engine, fetch, lock
         self._source, self._base = source, base
         self._is_cancelled = False
@@ -48,7 +46,8 @@ class _Staging:
         threading.Thread(target=self._run, name="weight-staging", daemon=True).start()
 
     def cancel(self) -> None:
-        """Make the thread end before its next tensor or after its fetch. Does not wait for it."""
+        """Make the thread end before its next tensor or after its fetch. Does not wait for the
+        thread."""
         self._is_cancelled = True
 
     def _run(self) -> None:
@@ -78,20 +77,20 @@ class _Staging:
 
 
 class WeightUpdates:
-    """At most one update of an engine, in one of three states. The engine's thread calls the
-    methods; another thread stages the update.
+    """At most one weight update of an engine. The engine's thread calls the methods.
 
-    - Idle: a Prepare begins staging, and so does a RegisterAck that names later weights.
-    - Staging, while steps go on: it ends with the vote yes, or with the vote no after an error, at
-      the deadline, or when it is cancelled by a Rollback, another Prepare, another session, a
-      suspend, a resume or the engine's end.
-    - Staged: a Commit puts the weights in place between two steps. A Rollback, another Prepare, or
-      a session whose registration did not name the vote drops them.
-    """
+    The update is in one of three states:
+    - Idle: a Prepare, or a RegisterAck that names later weights, begins staging.
+    - Staging: steps go on. Staging ends with the vote yes, or with the vote no after an error, a
+      deadline or a cancellation. A Rollback, another Prepare, another session, a suspend, a resume
+      and the engine's end cancel staging.
+    - Staged: a Commit puts the weights in place between two steps. A Rollback or another Prepare
+      drops the weights. A new session drops the weights, too, unless its Register message named
+      the vote."""
 
     def __init__(self, engine: Engine, fetch: Fetch) -> None:
-        """`fetch`: returns the tensors of a source, which must not change afterwards. Several
-        threads may call it at once."""
+        """`fetch` returns the tensors of a source, which must not change afterwards. Several
+        threads may call `fetch` at once."""
         self._engine, self._fetch = engine, fetch
         self._lock = threading.Lock()
         self._cause: Cause | None = None  # message that began `_staging` or `_staged`
@@ -102,13 +101,13 @@ class WeightUpdates:
 
     @property
     def in_staging(self) -> Cause | None:
-        """The message whose weights are being staged; None if none are."""
+        """The message whose weights are being staged, or None."""
         return None if self._staging is None else self._cause
 
     @property
     def voted_command_id(self) -> int | None:
-        """The command id of the staged update that waits for Commit or Rollback; None without one.
-        Any thread may read it."""
+        """The command id of the staged update that waits for Commit or Rollback, or None. Any
+        thread may read it."""
         cause = self._cause
         if self._staged is None or not isinstance(cause, Prepare):
             return None
@@ -127,8 +126,8 @@ class WeightUpdates:
     # ---- staging
 
     def begin(self, cause: Cause, source: WeightsSource, expires_at: float) -> None:
-        """Drop staged weights and begin to stage `source`. `expires_at`: the deadline, on the clock
-        of `poll`. The caller has cancelled other staging before."""
+        """Drop staged weights and begin to stage `source`. No staging may be running. `expires_at`
+        is the deadline on the clock of `poll`."""
         assert self._staging is None
         self.drop()
         self._cause, self._expires_at = cause, expires_at
@@ -136,8 +135,8 @@ class WeightUpdates:
         self._staging = _Staging(self._engine, self._fetch, source, base, self._lock)
 
     def poll(self, now: float) -> tuple[Cause, BaseException | None] | None:
-        """Return the message whose staging has ended, with its error if it failed or its deadline
-        has passed. Returns None while no staging has ended."""
+        """Return the message whose staging has ended, and its error or None. An error is returned
+        if staging failed or its deadline has passed. Returns None if no staging has ended."""
         if self._staging is None or self._cause is None:
             return None
         cause, outcome = self._cause, self._staging.outcome
@@ -155,8 +154,7 @@ class WeightUpdates:
         return cause, outcome
 
     def cancel(self) -> Cause | None:
-        """Cancel staging. Returns the message whose weights were being staged; None if none
-        were."""
+        """Cancel staging. Returns the message whose weights were being staged, or None."""
         cause = self.in_staging
         if self._staging is not None:
             self._staging.cancel()
@@ -164,7 +162,7 @@ class WeightUpdates:
         return cause
 
     def wait_until_unused(self) -> None:
-        """Wait until no thread stages weights, which reads the model. Call it after `cancel`."""
+        """Wait until no thread stages weights. Staging reads the model. Call `cancel` first."""
         with self._lock:
             pass
 
@@ -172,9 +170,8 @@ class WeightUpdates:
 
     def commit(self) -> Mapping[str, Any]:
         """Serve the staged weights from the next step on. Returns the WeightUpdateReport as a dict.
-
-        Raises the errors of Engine.commit_weights, and drops the staged weights in that case, too.
-        """
+        Raises the errors of Engine.commit_weights. The staged weights are dropped in that case,
+        too."""
         cause = self._cause
         assert cause is not None
         held, self._staged, self._cause = [self._staged], None, None
@@ -197,5 +194,5 @@ class WeightUpdates:
 
 
 def _clear_in_a_thread(held: list[Any]) -> None:
-    """Clear the list in another thread: freeing gigabytes takes longer than a step."""
+    # Freeing gigabytes takes longer than a step.
     threading.Thread(target=held.clear, name="weight-release", daemon=True).start()

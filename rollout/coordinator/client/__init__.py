@@ -1,1 +1,1 @@
-"""InferenceClient: the connection of trainers and users to a fleet."""
+"""InferenceClient: connects trainers and users to a fleet."""

@@ -1,7 +1,8 @@
-"""InferenceClient: submits requests and commands to a coordinator, for asyncio.
+"""InferenceClient: an asyncio client that submits requests and commands to a coordinator.
 
-Used by `rollout.apis.async_llm`, by `rollout.cli.top`, and by users who connect to a running fleet.
-It owns a Link with its thread and socket, a listener task, and the futures of pending calls.
+Used by `rollout.apis.async_llm`, `rollout.cli.top`, `benchmarks.coordinator_real` and users who
+connect to a running fleet. It owns a Link with its thread and socket, a listener task, and the
+futures of pending calls.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ Group = tuple[Prompt, Sequence[SamplingParams]]
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A command that is not answered yet. read: converts the engines' results to the future's."""
+    """An unanswered command. `read` converts the engines' results to the future's result."""
 
     command: ControlMessage[Any]
     future: asyncio.Future[Any]
@@ -77,11 +78,9 @@ class _Pending:
 
 
 class CommandFutures:
-    """The futures of unanswered commands by command id, in one event loop. asyncio does not report
-    failures that nobody awaits.
-
-    state, weights_version: the fleet's state and version by the coordinator's latest answer.
-    """
+    """The futures of unanswered commands, by command id. All methods run in one event loop. `state`
+    and `weights_version` are the fleet's, according to the coordinator's latest answer. asyncio
+    does not report failures that nobody awaits."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
@@ -90,18 +89,16 @@ class CommandFutures:
         self.state, self.weights_version = EngineState.RUNNING, 0
 
     def connected(self, ack: ConnectAck) -> None:
-        """Keep the fleet's state and the grace period of the coordinator's ConnectAck."""
+        """Keep the fleet's state and the coordinator's grace period."""
         self._grace_s = ack.answer_grace_s
         self.state, self.weights_version = engine_state_of(ack.state), ack.weights_version
 
     def submit(
         self, command: ControlMessage[R], read: Callable[[FleetResults[R]], _T]
     ) -> asyncio.Future[_T]:
-        """Send a command. Returns the future of the engines' results, converted by `read`. Raises
-        ConfigError for an argument of a wrong type.
-
-        The coordinator enforces the deadline; a grace period later the future fails by itself.
-        """
+        """Send a command, and return the future of its results, converted by `read`. The
+        coordinator enforces the command's deadline. The future fails if a grace period after the
+        deadline ends without an answer. Raises ConfigError for an argument of a wrong type."""
         command.check()
         loop, command_id = asyncio.get_running_loop(), command.command_id
         future: asyncio.Future[_T] = loop.create_future()
@@ -126,7 +123,7 @@ class CommandFutures:
 
     def take(self, answer: Ack | Nack) -> None:
         """Resolve a command's future by its answer, and keep the fleet's state. Ignores the answer
-        to a command whose future is done."""
+        if the future is done or unknown."""
         pending = None if answer.command_id is None else self._pending.get(answer.command_id)
         if pending is None or pending.future.done():
             return
@@ -148,18 +145,18 @@ class CommandFutures:
 
 
 class InferenceClient(ClientControlCalls):
-    """A client of a coordinator, in one event loop. An async context manager.
+    """A client of a coordinator, in one event loop. It is an async context manager.
 
-    inference_coordinator_port: a port on loopback, or an address. tokenizer: for text prompts and
-    outputs; a tokenizer of `rollout.text`, a directory with one, or a Hugging Face tokenizer. seed:
-    requests without a seed get mix_seed(seed, request id); None draws a seed.
+    inference_coordinator_port: port on loopback, or full address.
+    tokenizer: tokenizer of `rollout.text`, directory with one, or Hugging Face tokenizer, for text
+        prompts and outputs.
+    seed: requests without a seed get mix_seed(seed, request id). None draws a seed.
 
-    Control calls are plain functions that return futures, so that messages are sent in the order of
-    the calls. A future may be ignored. Requests and commands raise ClientStateError before the
-    start, after the end and in another event loop. Once the coordinator is lost, they raise
-    CoordinatorLostError, and pending futures fail with it. The event loop may block: a thread of
-    the client keeps the session.
-    """
+    Control calls are plain functions that return futures, so that commands are sent in the order of
+    the calls. A future may be ignored. Requests and commands raise ClientStateError before `start`,
+    after `stop`, and in another event loop. Once the coordinator is lost, calls and pending futures
+    fail with CoordinatorLostError. A thread of the client keeps the session, so the event loop may
+    block."""
 
     def __init__(
         self,
@@ -171,7 +168,7 @@ class InferenceClient(ClientControlCalls):
         curve: CurveKeys | None = None,
         max_frame_bytes: int = DEFAULT_MAX_FRAME_BYTES,
     ) -> None:
-        """Make a client that `start` connects. Raises ConfigError for a malformed address, and
+        """Make a client that is not connected yet. Raises ConfigError for a malformed address, and
         TypeError for an unknown tokenizer."""
         self.address = address_of(inference_coordinator_port)
         self.client_id = uuid.uuid4().bytes
@@ -195,12 +192,11 @@ class InferenceClient(ClientControlCalls):
     async def start(
         self, loop: asyncio.AbstractEventLoop | None = None, *, timeout_s: float = 30.0
     ) -> None:
-        """Connect, and begin to listen. `loop`: if given, it must be the running event loop.
+        """Connect, and begin to listen. `loop`, if given, must be the running event loop.
 
-        Raises CoordinatorLostError without an answer within `timeout_s`, and the coordinator's
-        error if it refuses this client, such as a ProtocolError for another protocol version.
-        Raises ClientStateError for another loop, and if the client was started or stopped before.
-        """
+        Raises CoordinatorLostError if no answer comes within `timeout_s`. Raises the coordinator's
+        error if it refuses this client, such as ProtocolError for another protocol version. Raises
+        ClientStateError for another loop, and if the client was started or stopped before."""
         running = asyncio.get_running_loop()
         if loop not in (None, running):
             raise ClientStateError("start(loop) got another event loop than the running one")
@@ -236,7 +232,7 @@ class InferenceClient(ClientControlCalls):
 
     def stop(self) -> None:
         """Fail pending futures, disconnect, and close the socket. The coordinator aborts unfinished
-        requests. Legal in any state; a second call does nothing."""
+        requests. A second call does nothing."""
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
             return
@@ -260,27 +256,29 @@ class InferenceClient(ClientControlCalls):
 
     @property
     def state(self) -> EngineState:
-        """The fleet's state by the coordinator's latest answer; others may have changed it."""
+        """The fleet's state, according to the coordinator's latest answer to this client."""
         return self._commands.state
 
     @property
     def weights_version(self) -> int:
-        """The fleet's weights version by the coordinator's latest answer."""
+        """The fleet's weights version, according to the coordinator's latest answer to this
+        client."""
         return self._commands.weights_version
 
     @property
     def completion_futures(self) -> dict[int, RequestFuture]:
-        """The futures of unfinished requests, by request id. Do not change it."""
+        """The futures of unfinished requests, by request id. Read only."""
         return self._requests.futures
 
     @property
     def context(self) -> zmq.Context[zmq.Socket[bytes]] | None:
-        """The link's ZeroMQ context; None before the start."""
+        """The ZeroMQ context of this client, or None before `start`."""
         return None if self._link is None else self._link.context
 
     @property
     def socket(self) -> zmq.Socket[bytes] | None:
-        """The link's socket, another one after a reconnect. Only the link's thread may use it."""
+        """The current ZeroMQ socket, or None before `start`. Only the client's own thread may use
+        it. A reconnect replaces the socket."""
         return None if self._link is None else self._link.socket
 
     @property
@@ -299,14 +297,15 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestFuture:
-        """Submit a request. Its future resolves to a DynamicInferenceRequestRecord with the id
-        `future.request_id`, even if the request failed, or raises the error if there is no record.
+        """Submit a request. Its future resolves to a DynamicInferenceRequestRecord.
 
-        Higher priorities come first. After `deadline_s` seconds the request is aborted. Cancelling
-        the future aborts it, too. Any number may be submitted: requests beyond the coordinator's
-        window wait here. Raises InvalidRequestError for a malformed request, before anything is
-        sent. If the tokenizer raises on the prompt, the future fails with InvalidRequestError.
-        """
+        The record's request id is `future.request_id`. A failed request also resolves to a record.
+        If there is no record, the future raises the error.
+
+        Higher priorities come first. The request is aborted after `deadline_s` seconds, or if the
+        future is cancelled. Any number may be submitted: requests beyond the coordinator's limits
+        wait here. Raises InvalidRequestError for a malformed request, before anything is sent. If
+        the tokenizer fails on the prompt, the future fails with InvalidRequestError."""
         return self._submit([(prompt, [sampling_params])], [seed], priority, deadline_s)[0][0]
 
     def add_group(
@@ -319,15 +318,15 @@ class InferenceClient(ClientControlCalls):
         deadline_s: float | None = None,
     ) -> list[RequestFuture]:
         """Submit samples of one prompt, which go to one engine. Returns a future per sample.
-        `seeds`: a seed or None per sample. Otherwise like `add_request`."""
+        `seeds` has a seed or None per sample. The rest is as in `add_request`."""
         return self._submit([(prompt, sampling_params)], seeds, priority, deadline_s)[0]
 
     def add_groups(
         self, groups: Sequence[Group], *, priority: int = 0, deadline_s: float | None = None
     ) -> list[list[RequestFuture]]:
         """Submit groups, each a prompt and its samples' params. Returns the futures of each group.
-        None is submitted if one is malformed, and all are cancelled if an exception such as
-        KeyboardInterrupt comes. Otherwise like `add_group`."""
+        No group is submitted if one is malformed. All are cancelled if an exception such as
+        KeyboardInterrupt comes. The rest is as in `add_group`."""
         return self._submit(groups, None, priority, deadline_s)
 
     def stream(
@@ -339,8 +338,7 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> RequestStream:
-        """Submit a request like `add_request`. Returns its stream, which yields tokens as they are
-        generated."""
+        """Submit a request like `add_request`. Returns a stream of its tokens, then its record."""
         return self.stream_groups(
             [(prompt, [sampling_params])], seeds=[seed], priority=priority, deadline_s=deadline_s
         )[0][0]
@@ -353,15 +351,15 @@ class InferenceClient(ClientControlCalls):
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[list[RequestStream]]:
-        """Submit groups like `add_groups`, each sample as a stream. seeds: the samples' seeds, the
-        same for each group."""
+        """Submit groups like `add_groups`, each sample as a stream. `seeds` has a seed or None per
+        sample, the same for each group."""
         added = self._submit(groups, seeds, priority, deadline_s, streaming=True)
         tokens_of, params = self._requests.tokens_of, [each for _, each in groups]
         return [streams_of(*each, tokens_of) for each in zip(added, params, strict=True)]
 
     def abort(self, request_id: int) -> None:
-        """Abort a request. Its future resolves to the record with the tokens so far, or fails if
-        the request has no engine. Does nothing for an unknown request or one that has ended."""
+        """Abort a request. Its future resolves to the record with the tokens so far. The future
+        fails if no engine has the request. An unknown or ended request is ignored."""
         self._require_usable()
         self._requests.abort(request_id)
 
@@ -399,13 +397,15 @@ class InferenceClient(ClientControlCalls):
     def do(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[R]:
-        """Send a command to all engines. See ClientControlCalls."""
+        """Send a command to all engines. Returns a future of the merged result. See
+        ClientControlCalls."""
         return self._commands.submit(self._numbered(command, deadline_s), command.merged)
 
     def ask(
         self, command: Command[R], *, deadline_s: float = COMMAND_DEADLINE_S
     ) -> asyncio.Future[FleetResults[R]]:
-        """Send a command as `do` does. See ClientControlCalls."""
+        """Send a command to all engines. Returns a future of the result of each engine. See
+        ClientControlCalls."""
         return self._commands.submit(self._numbered(command, deadline_s), lambda results: results)
 
     def update_weights(
@@ -417,12 +417,11 @@ class InferenceClient(ClientControlCalls):
         deadline_s: float = UPDATE_DEADLINE_S,
     ) -> asyncio.Future[WeightUpdateReport]:
         """Commit the weights of `source` on all engines or on none. Returns a future of the report.
-        version: None for the current one + 1. in_flight: commit while engines run."""
+        `version` None means the current version + 1. `in_flight` commits while engines run."""
         update = UpdateWeights(source=source, version=version, in_flight=in_flight)
         return self._commands.submit(self._numbered(update, deadline_s), update.merged)
 
     def _numbered(self, command: _Message, deadline_s: float) -> _Message:
-        """Return the command with an id and a deadline."""
         self._require_usable()
         self._next_command_id += 1
         return structs.replace(
@@ -448,8 +447,8 @@ class InferenceClient(ClientControlCalls):
             raise type(self._lost)(*self._lost.args)
 
     def _send(self, message: Message) -> None:
-        """Queue a message, unless the client has ended. Messages of one iteration of the event loop
-        are sent together."""
+        """Queue a message, unless the client has ended. All messages of one iteration of the event
+        loop are sent together."""
         is_over = self._is_stopped or self._lost is not None
         if self._link is None or self._loop is None or is_over:
             return
@@ -470,7 +469,7 @@ class InferenceClient(ClientControlCalls):
             self._loop.call_soon_threadsafe(self._news.set)
 
     async def _listen(self) -> None:
-        """Handle the coordinator's messages until it is lost."""
+        """Handle the coordinator's messages until the link ends."""
         assert self._link is not None
         try:
             while True:

@@ -46,7 +46,7 @@ ACKNOWLEDGE_WITHIN_S = 0.01
 @dataclass(slots=True, eq=False)
 class _Request:
     future: RequestFuture
-    text: str | None  # of its prompt
+    text: str | None  # the prompt if it is text
     num_bytes: int
     tokens: StreamedTokens | None
     due_at: float | None
@@ -56,13 +56,12 @@ class _Request:
 
 
 class PendingRequests:
-    """Futures of requests by request id, in one event loop.
+    """The futures of one client's requests, by request id. All methods run in one event loop.
 
-    Requests beyond the coordinator's window are held here, and sent as replies come: higher
-    priorities first, then in the order of submission. A request that was sent is kept until its
-    reply has arrived. If its future is done before (cancelled, failed, or past its deadline), the
-    request is aborted.
-    """
+    The coordinator's ConnectAck limits the number and the bytes of sent requests without a reply.
+    Further requests are held here, and sent as replies come, by priority and then in the order of
+    submission. If the future of a sent request is done before its reply arrives, the request is
+    aborted."""
 
     def __init__(self, send: Callable[[Message], None], tokenizer: Tokenizer | None) -> None:
         self._send, self._tokenizer = send, tokenizer
@@ -70,26 +69,25 @@ class PendingRequests:
         self._requests: dict[int, _Request] = {}
         self._held: list[tuple[int, int, SubmitRequest]] = []  # a heap
         self._order = count()
-        self._num_sent = self._num_sent_bytes = 0  # of sent requests without a reply
+        self._num_sent = self._num_sent_bytes = 0  # count sent requests without a reply
         self._max_sent = self._max_sent_bytes = 0
         self._grace_s = 0.0  # how long after a deadline the coordinator may still answer
         self._to_abort: list[int] = []
         self._to_acknowledge: list[Attempt] = []
 
     def connected(self, ack: ConnectAck) -> None:
-        """Keep the window and the grace period of the coordinator's ConnectAck."""
+        """Keep the coordinator's limits and grace period."""
         self._grace_s = ack.answer_grace_s
         self._max_sent, self._max_sent_bytes = ack.max_requests, ack.max_request_bytes
 
     # ---- submitting
 
     def submit(self, submissions: Sequence[Submission]) -> list[list[RequestFuture]]:
-        """Send or hold all submissions. Returns a future per sample. If an exception comes, such as
-        KeyboardInterrupt, all are cancelled.
+        """Send or hold all submissions, and return a future per sample.
 
-        The future of a request fails, and no other, if no frame can carry it, or if the coordinator
-        has not answered for its grace period after the deadline.
-        """
+        All futures are cancelled if an exception such as KeyboardInterrupt comes. A single future
+        fails if no frame can carry its request. It also fails if the coordinator's grace period
+        after the deadline ends without a reply."""
         added: list[list[RequestFuture]] = []
         try:
             for submission in submissions:
@@ -139,18 +137,18 @@ class PendingRequests:
             heapq.heappush(self._held, (-part.priority, next(self._order), part))
 
     def _send_held(self) -> None:
-        """Send held requests as long as the window has room."""
+        """Send held requests while the coordinator's limits have room."""
         while self._held and self._has_room(self._held[0][2]):
             self._send_now(heapq.heappop(self._held)[2])
 
     def _has_room(self, message: SubmitRequest) -> bool:
-        """Return whether the window has room for this submission. An empty window always has."""
+        """Return whether the coordinator's limits have room for `message`. There is always room if
+        no sent request is unfinished."""
         has_room = self._num_sent + len(message.samples) <= self._max_sent
         fits = self._num_sent_bytes + _num_bytes(message) <= self._max_sent_bytes
         return not self._num_sent or (has_room and fits)
 
     def _send_now(self, message: SubmitRequest) -> None:
-        """Send the samples whose futures are not done yet."""
         wanted = [
             (sample, self._requests[sample.request_id])
             for sample in message.samples
@@ -192,8 +190,8 @@ class PendingRequests:
                 request.timer.cancel()
 
     def _deadline_passed(self, request: _Request) -> None:
-        """Fail a request that was not sent. The coordinator watches the deadline of a sent request,
-        which fails here if it has no reply after the grace period either."""
+        """Fail a request that was not sent. A sent request fails if the grace period ends without a
+        reply."""
         if not request.is_sent:
             self._remove(request)
             aborted = RequestAbortedError("the request's deadline has passed")
@@ -227,7 +225,7 @@ class PendingRequests:
             self._send(AbortRequest(attempts=attempts))
 
     def fail(self, error: RolloutError, *, quietly: bool = False) -> None:
-        """Fail all futures. `quietly`: asyncio does not report failures that nobody awaits."""
+        """Fail all futures. With `quietly`, asyncio does not report failures that nobody awaits."""
         self._held.clear()
         for request in list(self._requests.values()):
             self._remove(request)
@@ -237,7 +235,6 @@ class PendingRequests:
                 future.exception()
 
     def _remove(self, request: _Request) -> None:
-        """Remove a request: its reply has arrived, it was not sent, or the client has ended."""
         del self._requests[request.future.request_id]
         if request.is_sent:
             self._num_sent -= 1
@@ -248,8 +245,8 @@ class PendingRequests:
     # ---- replies
 
     def take(self, messages: Sequence[EngineReply | EngineReplyPartial]) -> None:
-        """Resolve the futures of replies, add tokens to their streams, and send held requests. All
-        replies, even those of unknown requests, are acknowledged within ACKNOWLEDGE_WITHIN_S."""
+        """Resolve the futures of replies, add tokens to streams, and send held requests. Every
+        reply is acknowledged within ACKNOWLEDGE_WITHIN_S seconds, even for an unknown request."""
         for message in messages:
             if isinstance(message, EngineReplyPartial):
                 self._take_partial(message)
@@ -287,10 +284,9 @@ class PendingRequests:
             self._send(ReplyAck(attempts=tuple(arrived)))
 
     def _record_in(self, reply: EngineReply, request: _Request) -> Record:
-        """Return the reply's record with the client's request id, its prompt's and its own text.
-
-        Raises the reply's error if it has no record, and ProtocolError if the record is malformed.
-        """
+        """Return the reply's record with the client's request id, the prompt's text and the
+        output's text. Raises the reply's error if there is no record, and ProtocolError if the
+        record is malformed."""
         if reply.record is None:
             assert reply.error is not None, "checked by EngineReply"
             raise reply.error.to_error()

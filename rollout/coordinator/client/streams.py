@@ -1,8 +1,8 @@
-"""RequestFuture: the future of a request's record. RequestStream: iterates over its tokens first.
+"""RequestFuture and RequestStream: await a request's record, or iterate over its tokens first.
 
-Made by `rollout.coordinator.client`, and for engines of this process by
-`rollout.apis.threaded_llm`. `rollout.serve` and users await the futures and iterate over the
-streams.
+Made by the other modules of `rollout.coordinator.client`, and by `rollout.apis.threaded_llm` for
+engines of its own process. Used by `rollout.apis.async_llm`, `rollout.apis.fleet_runtime`,
+`rollout.apis.streaming`, `rollout.serve` and users.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Record = DynamicInferenceRequestRecord
 
 
 class RequestFuture(asyncio.Future[Record]):
-    """The future of a request's record. Cancelling it aborts the request. prompt_tokens: the token
-    ids that were submitted."""
+    """The future of a request's record. Cancelling it aborts the request. `prompt_tokens` holds the
+    submitted token ids."""
 
     def __init__(
         self, request_id: int, prompt_tokens: PromptIds, loop: asyncio.AbstractEventLoop
@@ -38,32 +38,33 @@ def set_exception(future: asyncio.Future[Any], error: RolloutError) -> None:
 
 
 class StreamedTokens:
-    """A queue of the tokens of one request, in order. num_tokens: how many have arrived."""
+    """A queue of one request's tokens, in order. `num_tokens` counts the tokens that have
+    arrived."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._runs: asyncio.Queue[TokenRun | None] = asyncio.Queue()  # None marks the end
 
     def add(self, run: TokenRun) -> None:
-        """Add the tokens of `run` that are new. Drops the run if tokens before it are missing:
-        these are sent again with all later tokens, or come with the record."""
+        """Add the new tokens of `run`. Drops `run` if tokens before it are missing."""
+        # Missing tokens are sent again with all later tokens, or come with the record.
         if run.offset <= self.num_tokens < run.end:
             self._runs.put_nowait(run.from_offset(self.num_tokens))
             self.num_tokens = run.end
 
     def end(self, _: object = None) -> None:
-        """Mark the end. `next` then returns None."""
+        """Mark the end of the tokens, at which `next` returns None."""
         self._runs.put_nowait(None)
 
     async def next(self) -> TokenRun | None:
-        """Wait for the next run. Returns None at the end."""
+        """Wait for the next run of tokens. Returns None at the end."""
         return await self._runs.get()
 
 
 class RequestStream:
-    """Iterates over the tokens of one request, then its record. Items are runs of at least
-    `interval` tokens (the last run may be shorter). Closing it before the end aborts the request.
-    """
+    """Iterates over the tokens of one request, then over its record as the last item. Tokens come
+    in runs of at least `interval` tokens, except the last run. Closing the stream early aborts the
+    request."""
 
     def __init__(self, future: RequestFuture, tokens: StreamedTokens, interval: int) -> None:
         self.future, self.prompt_tokens = future, future.prompt_tokens
@@ -89,8 +90,8 @@ def streams_of(
     params: Sequence[SamplingParams],
     tokens_of: Callable[[RequestFuture], StreamedTokens],
 ) -> list[RequestStream]:
-    """Return the streams of samples that were submitted with these params. `tokens_of`: returns the
-    tokens of a future's request."""
+    """Return a stream for each future. `params` are the futures' sampling params, in the same
+    order. `tokens_of` returns the streamed tokens of a future's request."""
     return [
         RequestStream(future, tokens_of(future), own.streaming_interval)
         for future, own in zip(futures, params, strict=True)

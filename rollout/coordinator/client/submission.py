@@ -1,7 +1,7 @@
-"""submission_of: checks a group of requests, and converts it to the message that is sent.
+"""submission_of: checks a prompt and its sampling params, and makes the message to send.
 
 Used by `rollout.coordinator.client.inference_client`, which passes each Submission to
-`rollout.coordinator.client.pending_requests`. Keeps no state.
+`rollout.coordinator.client.pending_requests`. It keeps no state.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from rollout.text import Prompt, Tokenizer, encode_prompt
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A checked group. text: the prompt if it is text, else None. error: raised by the future of
-    each sample if the tokenizer failed, else None."""
+    """A checked group of samples of one prompt.
+
+    text: the prompt if it was given as text, else None.
+    error: error with which all samples fail because the tokenizer failed, else None."""
 
     message: SubmitRequest
     text: str | None
@@ -43,12 +45,9 @@ def submission_of(
     deadline_s: float | None,
     streaming: bool,
 ) -> Submission:
-    """Return the submission of samples of one prompt. Raises InvalidRequestError for a wrong
-    argument.
-
-    A sample's seed is its entry in `seeds`, else its params' seed, else a mix of `client_seed` and
-    request id.
-    """
+    """Return the submission of samples of one prompt. A sample's seed is its entry in `seeds`, else
+    its params' seed, else a mix of `client_seed` and its request id. Raises InvalidRequestError for
+    a wrong argument. A failure of the tokenizer is returned in the submission's `error`."""
     given = _checked_seeds(seeds, sampling_params)
     _check_int("priority", priority, -(2**63), 2**63 - 1)
     if deadline_s is not None and not 0.0 <= deadline_s <= 1e9:
@@ -111,7 +110,7 @@ def _seed_of(seed: int | None, params: SamplingParams, client_seed: int, request
 def _encoded(
     tokenizer: Tokenizer | None, text: str, sampling_params: Sequence[SamplingParams]
 ) -> tuple[npt.NDArray[np.int32], InvalidRequestError | None]:
-    """Return the token ids of a text and None, or no ids and an error if the tokenizer raised.
+    """Return the token ids of a text and None, or no ids and an error if the tokenizer failed.
     Raises InvalidRequestError for an empty text, a missing tokenizer, a wrong `add_BOS` and invalid
     ids."""
     if not text:
@@ -135,8 +134,8 @@ def _encoded(
 
 
 def _checked_ids(prompt: Sequence[int | None]) -> npt.NDArray[np.int32]:
-    """Return token ids as int32 [n]. Raises InvalidRequestError unless they are a flat, non-empty
-    list of integers in [0, 2**31). Only engines know the vocabulary."""
+    """Return token ids as int32 [n]. The upper bound of the vocabulary is not checked. Raises
+    InvalidRequestError unless `prompt` is a flat, non-empty list of integers in [0, 2**31)."""
     if not isinstance(prompt, Sized) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(f"the prompt must be text or token ids, not {prompt!r}")
     if not len(prompt):

@@ -1,1 +1,1 @@
-"""The coordinator's decisions: it takes and returns messages, without socket, clock or thread."""
+"""The coordinator's decisions, without socket, clock or thread: messages in, messages out."""

@@ -1,7 +1,7 @@
-"""Clients: connects clients, watches their leases and sends undelivered messages again.
+"""Clients: connects clients, watches their leases, and sends undelivered messages again.
 
-Used by `rollout.coordinator.core.core`. It makes and ends ClientSessions, sets their timers, and
-sends them messages through the outbox of the Context.
+Used by `rollout.coordinator.core.core`. It makes and ends ClientSessions and sets their timers.
+Messages go to the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clients:
-    """Makes and ends the sessions of clients. sessions: by client id."""
+    """Makes and ends the sessions of clients. `sessions` holds them by client id."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class Clients:
         self.sessions: dict[bytes, ClientSession] = {}
 
     def connect(self, identity: bytes, message: Connect, now: float) -> None:
-        """Accept a client, or refuse it beyond `max_clients`. A client that reconnects gets all
-        messages that it has missed. `identity`: its connection."""
+        """Accept a client, or refuse it if `max_clients` are connected. A client that reconnects
+        gets all messages that it has missed. `identity` names its connection."""
         context, limits = self._context, self._context.limits
         here = context.sessions.get(identity)
         if isinstance(here, ClientSession) and here.client_id != message.client_id:
@@ -83,13 +83,12 @@ class Clients:
         self._resend_missed(client)
 
     def heartbeat(self, client: ClientSession, message: Heartbeat, now: float) -> None:
-        """Answer a heartbeat, and send undelivered messages again. Only heartbeats do that: if each
-        acknowledgement did, a slow client would get all of them each time."""
+        """Answer a client's heartbeat, and send undelivered messages again."""
+        # Acknowledgements do not resend: a slow client would get all messages with each of them.
         self._resend_missed(client)
         self._context.send(client, Heartbeat(sequence=message.sequence))
 
     def _resend_missed(self, client: ClientSession) -> None:
-        """Send undelivered messages again. The session keeps messages that fail again."""
         answers, tokens = client.take_missed()
         for answer in answers:
             self._context.send(client, answer)
@@ -97,7 +96,8 @@ class Clients:
             self._requests.resend(client, request_id, offset)
 
     def check(self, client_id: bytes, now: float) -> None:
-        """Remove a client whose lease has run out, else set the time of the next check."""
+        """Remove a client whose lease has run out. Otherwise set the timer to the end of the
+        lease."""
         client = self.sessions[client_id]
         lease_end = client.last_seen + self._context.limits.client_lease_s
         if now < lease_end:
@@ -108,7 +108,7 @@ class Clients:
         self.remove(client)
 
     def remove(self, client: ClientSession) -> None:
-        """End the session of a client, abort its requests and drop its replies."""
+        """End the session of a client, abort its unfinished requests, and drop its replies."""
         client.leave()
         self._requests.abandon_all(client)
         self._context.timers.discard(("client", client.client_id))

@@ -1,8 +1,8 @@
-"""CommandQueue: runs the commands of all clients, one after the other, and answers each once.
+"""CommandQueue: runs the commands of all clients one after the other, and answers each once.
 
-An Operation is one command over all engines, from the messages to each of them to its outcome. It
-has a subclass for state changes, version changes, weight updates, stats and the shutdown. They
-change the Fleet once engines have confirmed. Used by `rollout.coordinator.core.core`.
+Used by `rollout.coordinator.core.core`. An Operation is one command, from the messages to engines
+to its outcome. Operations change the Fleet once engines have confirmed, set timers, and append
+messages to the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ _RECOMPUTE = KVCacheManagementMode.RECOMPUTE.value  # the mode that keeps no cac
 
 
 class Operation:
-    """One command of a client, sent to each engine.
+    """One command of a client, sent to engines.
 
-    outcome: None while it runs, then its result or the error for the client. members: the engines
-    to which it was sent, by engine id. waiting: the members that have not answered. An engine that
-    is removed meanwhile is in neither; its rank is in lost_ranks. command_id: the id in messages to
-    engines. deadline_at: in seconds of the core's clock. holds_engines: whether an engine may be
-    busy with the command instead of stepping.
-    """
+    outcome: None while the command runs, then its result or the error for the client.
+    members: engines to which the command was sent and that have not left, by engine id.
+    waiting: members that have not answered, by engine id.
+    lost_ranks: ranks of engines that left before the command ended.
+    command_id: id of the command in messages to engines.
+    deadline_at: time on the core's clock, in seconds.
+    holds_engines: whether the command can keep an engine from stepping."""
 
     holds_engines = True
 
@@ -82,18 +83,20 @@ class Operation:
         self.waiting: dict[bytes, EngineSession] = {}
         self.lost_ranks: list[int] = []
         self.results: dict[int, Mapping[str, Any] | None] = {}  # by rank; None without a report
-        self.refusals: dict[int, WireError] = {}  # by rank, the first one first
+        self.refusals: dict[int, WireError] = {}  # by rank, in the order of arrival
 
     def begin(self, now: float) -> None:
-        """Send the command to the engines. Raises RolloutError if it cannot be run at all."""
+        """Send the command to the ready engines. Raises RolloutError if the command cannot run.
+        Subclasses send other messages."""
         seconds_left = self.deadline_at - now
         own = structs.replace(self.message, command_id=self.command_id, deadline_s=seconds_left)
         self.ask(self.registry.ready_engines(), own, now)
 
     def complete(self, now: float) -> None:
-        """End the command, whose members have all answered. The outcome is the first refusal, or
-        the fleet's state with the results of all engines by rank. Ranks are strings, as keys of a
-        message's map must be."""
+        """End the command after the last answer of its members. The outcome is the first refusal.
+        If no engine refused, the outcome has the fleet's state and weights, and the engines'
+        results by rank."""
+        # Ranks are strings, as keys of a message's map must be.
         self.outcome = next(iter(self.refusals.values()), None) or {
             "state": self.fleet.state.name,
             "weights_version": self.fleet.weights_version,
@@ -103,7 +106,7 @@ class Operation:
         }
 
     def timed_out(self, now: float) -> None:
-        """End the command, whose deadline has passed before all members have answered."""
+        """Fail the command, because its deadline has passed before the last answer."""
         self.end_unanswered(now, "give the command again")
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
@@ -119,8 +122,8 @@ class Operation:
             self.complete(now)
 
     def lost(self, engine: EngineSession, now: float) -> None:
-        """Remove an engine that has left the fleet from the members. If it was the last one without
-        an answer, the command completes."""
+        """Remove an engine from the members after it has left the fleet. Completes the command if
+        this engine's answer was the last one missing."""
         if self.members.get(engine.engine_id) is not engine:
             return
         del self.members[engine.engine_id]
@@ -129,8 +132,8 @@ class Operation:
             self.complete(now)
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Send `message` to these engines, which become the members. Without engines the operation
-        completes."""
+        """Make `engines` the members, and send `message` to each of them. Completes the command at
+        once if `engines` is empty."""
         self.members = {engine.engine_id: engine for engine in engines}
         self.waiting = dict(self.members)
         for engine in self.members.values():
@@ -141,7 +144,6 @@ class Operation:
             self.complete(now)
 
     def stop_waiting(self, engine: EngineSession, now: float) -> None:
-        """Stop waiting for an engine: it has answered, or its answer is no longer needed."""
         del self.waiting[engine.engine_id]
         if self.holds_engines:
             engine.end_command(now)
@@ -154,8 +156,8 @@ class Operation:
         return silent
 
     def end_unanswered(self, now: float, ending: str) -> None:
-        """Fail with an error that names the ranks without an answer. `ending`: the last part of
-        the message."""
+        """Fail the command with an error that names the ranks without an answer. `ending` is the
+        last part of the error message."""
         silent = self.stop_waiting_for_all(now)
         ranks = ", ".join(str(engine.rank) for engine in silent)
         error = EngineStateError(f"{self.name}: no answer in time from rank {ranks}; {ending}")
@@ -163,14 +165,13 @@ class Operation:
 
 
 class StatsOperation(Operation):
-    """A Stats command. It changes nothing, so it runs beside other commands and keeps no engine
-    from stepping."""
+    """A Stats command. It runs beside other commands, and keeps no engine from stepping."""
 
     holds_engines = False
 
     def complete(self, now: float) -> None:
         """Add the numbers of waiting requests, refused connections and unknown peers to the
-        reports."""
+        outcome."""
         super().complete(now)
         if isinstance(self.outcome, Mapping):
             num_unknown = self.context.counters.num_unknown_peers
@@ -180,12 +181,11 @@ class StatsOperation(Operation):
 
 
 class ShutdownOperation(Operation):
-    """A Shutdown command. It is legal in every state, and the fleet ends whatever engines
-    answer."""
+    """A Shutdown command. The fleet ends whatever the engines answer."""
 
     def ask(self, engines: Iterable[EngineSession], message: Message, now: float) -> None:
-        """Send it to engines that are not ready yet, too: they would wait for the coordinator for
-        ever."""
+        """Send `message` to all engines, including engines that are not ready."""
+        # An engine that is not ready would otherwise wait for the coordinator for ever.
         super().ask(self.registry.engines.values(), message, now)
 
     def timed_out(self, now: float) -> None:
@@ -193,11 +193,12 @@ class ShutdownOperation(Operation):
 
 
 class StateChange(Operation):
-    """A Pause, Unpause, Suspend, Resume or Stop. The state changes once all engines have confirmed.
+    """A Pause, Unpause, Suspend, Resume or Stop. The fleet's state changes once all engines
+    confirm.
 
-    If only some have confirmed, the state stays and the fleet is diverged: the client can repeat
-    the command or give its reverse, which engines in its target state confirm at once.
-    """
+    If only some engines confirm, the state stays and the fleet is marked as diverged. The client
+    can then repeat the command or send the reverse command. An engine that is already in the
+    command's target state confirms at once."""
 
     message: Command[Any]
 
@@ -229,11 +230,9 @@ class StateChange(Operation):
 
 
 class EpochChange(Operation):
-    """A SetGenerationEpoch or IncrementStaleness: the same weights under a later version.
-
-    The version is set unless all engines have refused. An engine that has not confirmed is removed,
-    and gets the version when it registers again.
-    """
+    """A SetGenerationEpoch or IncrementStaleness: gives the same weights a later version. The
+    version is set unless all engines refuse. An engine that does not confirm is removed. It gets
+    the version when it registers again."""
 
     message: SetGenerationEpoch | IncrementStaleness
 
@@ -270,16 +269,15 @@ class EpochChange(Operation):
 
 
 class WeightCommit(Operation):
-    """One weight update over all engines, in two phases with presumed abort.
+    """One weight update over all engines: a two-phase commit with presumed abort.
 
-    Until every member has voted yes, any fault leaves all engines at the serving version. From then
-    on the update is committed. A member that does not commit is removed, and fetches the version
-    when it registers again.
-    """
+    Before every member has voted yes, any fault leaves all engines at the serving version. After
+    the last vote the update is committed. A member that does not confirm the commit is removed. It
+    fetches the weights when it registers again."""
 
     message: UpdateWeights
     _is_decided = False
-    _decided_at = _grace_end = 0.0  # of a decided commit
+    _decided_at = _grace_end = 0.0  # times of a decided commit
 
     def begin(self, now: float) -> None:
         version = self.message.version
@@ -287,7 +285,7 @@ class WeightCommit(Operation):
             version = self.fleet.weights_version + 1
         self._version = next_version(self.fleet.weights_version, version, WeightUpdateError)
         engines = self.registry.members_of(self.message.source)
-        self.registry.dispatcher.await_push(False, now)  # it is here
+        self.registry.dispatcher.await_push(False, now)  # the awaited push has come
         prepare = Prepare(
             command_id=self.command_id,
             version=self._version,
@@ -299,7 +297,7 @@ class WeightCommit(Operation):
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
         if isinstance(answer, Nack) and self._is_decided:
-            # The core then calls `lost` for it, which ends waiting for it.
+            # The core then calls `lost`, which stops waiting for the engine.
             reason = f"it did not commit version {self._version}: {answer.error.message}"
             self.registry.remove(engine, reason, now, suspects=())
             return
@@ -352,14 +350,14 @@ class WeightCommit(Operation):
             ends[engine_id] = end if engine.is_stepping else now
         for engine in list(self.waiting.values()):
             if now >= ends[engine.engine_id]:
-                # The core then calls `lost` for it, which stops waiting for it.
+                # The core then calls `lost`, which stops waiting for the engine.
                 reason = f"it did not commit version {self._version} in time"
                 self.registry.remove(engine, reason, now, suspects=())
         self.deadline_at = min((end for end in ends.values() if end > now), default=now)
 
     def _agreed_checksum(self) -> tuple[str, str]:
-        """Return (checksum, ""), or ("", fault) if source and members name different ones. The
-        checksum is "" if none of them names one."""
+        """Return (checksum, ""), or ("", fault) if the source and the members name different
+        checksums. The checksum is "" if neither the source nor a member names one."""
         named: dict[str, str] = {}
         if self.message.source.checksum:
             named[self.message.source.checksum] = "the source"
@@ -391,15 +389,16 @@ class WeightCommit(Operation):
     def _refuse(
         self, reason: str, now: float, remedy: str = "", *, is_transient: bool = False
     ) -> None:
-        """Roll back with an error of `reason` and `remedy`. `is_transient`: the same update may
-        succeed next time."""
+        """Roll back with an error made of `reason` and `remedy`. `is_transient` means that the same
+        update may succeed later."""
         kept = "the serving weights are kept" + (f": {remedy}" if remedy else "")
         error = WeightUpdateError(f"{reason}; {kept}")
         error.is_transient = is_transient
         self._roll_back(WireError.of(error), now)
 
     def _roll_back(self, error: WireError, now: float) -> None:
-        """Drop the update on all engines, without waiting for answers: nothing was committed."""
+        """Drop the update on all engines, and end with `error`. Does not wait for the engines'
+        answers."""
         self.stop_waiting_for_all(now)
         self.context.counters.num_weight_rollbacks += 1
         logger.warning("version %d is rolled back: %s", self._version, error.message)
@@ -412,7 +411,7 @@ class WeightCommit(Operation):
 def operation_of(
     registry: Registry, client: ClientSession, message: ControlMessage[Any], deadline_at: float
 ) -> Operation:
-    """Return the operation that runs the command `message` for `client`."""
+    """Return the operation that runs the command `message` of `client`."""
     arguments = registry, client, message, deadline_at
     match message:
         case UpdateWeights():
@@ -430,8 +429,8 @@ def operation_of(
 
 
 class CommandQueue:
-    """Runs one command at a time, while the others wait in order; Stats run beside it. is_over:
-    whether a Shutdown has run."""
+    """Runs one command at a time, and Stats commands beside it. Other commands wait in order.
+    `is_over` tells whether a Shutdown has run."""
 
     def __init__(self, registry: Registry, requests: RequestLifecycle) -> None:
         self._registry, self._context, self._requests = registry, registry.context, requests
@@ -441,7 +440,7 @@ class CommandQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a command runs that others must wait for."""
+        """Whether a command other than Stats runs."""
         return bool({*map(type, self._running.values())} - {StatsOperation})
 
     @property
@@ -452,8 +451,9 @@ class CommandQueue:
     # ---- input
 
     def submit(self, client: ClientSession, message: ControlMessage[Any], now: float) -> None:
-        """Queue a command, or begin it at once if it is Stats. A repeated command gets its answer
-        again, if there is one. Beyond `max_queued_commands` a command is refused."""
+        """Queue a command, or begin it at once if it is a Stats command. A repeated command is not
+        run again, and gets its answer again if it has been answered. A command is refused if more
+        than `max_queued_commands` wait or run."""
         limits, counters = self._context.limits, self._context.counters
         if message.command_id in client.answers:
             answer = client.answers[message.command_id]
@@ -482,14 +482,15 @@ class CommandQueue:
             self._queue.append(operation)
 
     def refuse(self, client: ClientSession, refusal: Nack) -> None:
-        """Send the refusal of a command that was not accepted. Sends nothing if its id is known."""
+        """Send the refusal of a command that was not accepted. Sends nothing if the command id is
+        known."""
         if refusal.command_id not in client.answers:
             self._context.counters.num_commands_refused += 1
             self._context.send(client, refusal)
 
     def answered(self, engine: EngineSession, answer: Ack | Nack, now: float) -> None:
-        """Pass an engine's answer to its command. An answer that no command waits for is counted
-        and dropped."""
+        """Pass an engine's answer to the command that waits for it. An answer that no command waits
+        for is counted and dropped."""
         operation = None if answer.command_id is None else self._running.get(answer.command_id)
         if operation is None or operation.waiting.get(engine.engine_id) is not engine:
             self._context.counters.num_unexpected += 1
@@ -498,13 +499,13 @@ class CommandQueue:
         self._answer_if_ended(operation)
 
     def engine_left(self, engine: EngineSession, now: float) -> None:
-        """Report to running commands that an engine has left."""
+        """Report to the running commands that an engine has left."""
         for operation in list(self._running.values()):
             operation.lost(engine, now)
             self._answer_if_ended(operation)
 
     def deadline_passed(self, command_id: int, now: float) -> None:
-        """Fail a command that runs or waits."""
+        """Fail a running or waiting command whose deadline has passed."""
         if (operation := self._running.get(command_id)) is not None:
             operation.timed_out(now)
             self._answer_if_ended(operation)
@@ -514,7 +515,7 @@ class CommandQueue:
         self._answer(operation, _not_begun(operation))
 
     def advance(self, now: float) -> bool:
-        """Begin the next command unless one runs. Returns whether one was taken from the queue."""
+        """Begin the next command if none runs. Returns whether a command left the queue."""
         if self.is_busy or not self._queue or self.is_over:
             return False
         operation = self._queue.popleft()
@@ -526,7 +527,8 @@ class CommandQueue:
         return True
 
     def shorten_answer(self, client: ClientSession, command_id: int) -> None:
-        """Send an answer again without the engines' reports, with which it is too large."""
+        """Send an answer without the engines' results, because no frame can carry the full
+        answer."""
         answer = client.answers.get(command_id)
         if not isinstance(answer, Ack) or answer.result is None:
             return
@@ -535,7 +537,7 @@ class CommandQueue:
         self._context.send(client, shorter)
 
     def close(self, reason: str) -> None:
-        """Refuse all commands that run or wait."""
+        """Fail all running and waiting commands with RequestAbortedError."""
         error = WireError.of(RequestAbortedError(reason))
         for operation in [*self._running.values(), *self._queue]:
             self._answer(operation, error)
@@ -556,8 +558,8 @@ class CommandQueue:
             self._answer_if_ended(operation)
 
     def _answer_if_ended(self, operation: Operation) -> None:
-        """Answer a running command if it has ended, else set its timer: its deadline may have
-        changed. If it has stopped the fleet, fail all requests."""
+        """Answer a running command if it has ended. Otherwise set the timer of its deadline. Fails
+        all requests if the command has stopped the fleet."""
         if operation.outcome is None:
             self._context.timers.set(("command", operation.command_id), operation.deadline_at)
             return
@@ -590,12 +592,10 @@ class CommandQueue:
 
 
 def _without_reports(command_id: int, outcome: Mapping[str, Any]) -> Ack:
-    """Return the answer to a command without the engines' results, which no answer can carry."""
     return Ack(command_id=command_id, result={**outcome, "ranks": {}})
 
 
 def _not_begun(operation: Operation) -> WireError:
-    """Return the outcome of a command whose deadline passed while others ran."""
     return WireError.of(
         EngineStateError(f"{operation.name}: not begun in time, other commands ran before it")
     )

@@ -1,9 +1,8 @@
-"""Context: limits, timers, counters, sessions and the outbox, which all parts of the core share.
+"""State that all parts of the core share: limits, timers, counters, sessions and the outbox.
 
-Used by the other modules of `rollout.coordinator.core`: each appends to the outbox, sets timers and
-counts, in memory; CoordinatorCore takes messages and due timers. CoordinatorLimits are also made by
-`rollout.apis.fleet_processes`, `rollout.cli.coordinator` and users;
-`rollout.coordinator.agent.agent` calls `num_ahead`.
+Used by `rollout.coordinator.coordinator` and the other modules of `rollout.coordinator.core`.
+CoordinatorLimits are also made by `rollout.apis.fleet_processes`, `rollout.cli.coordinator` and
+users. `rollout.coordinator.agent.agent` calls `num_ahead`. All state is kept in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from rollout.errors import ConfigError
 from rollout.ranges import MAX_SECONDS, PositiveInt, PositiveSeconds, check_fields
 from rollout.wire import Message
 
-_STEP_SLACK = 4.0  # see step_deadline_s
+# In step_deadline_s: the next step may have longer contexts or fewer processors.
+_STEP_SLACK = 4.0
 
 TimerKey = (
     tuple[Literal["client", "engine"], bytes]
@@ -28,37 +28,39 @@ TimerKey = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorLimits:
-    """Deadlines, leases and bounds of a coordinator. Raises ConfigError unless each is positive,
-    and a heartbeat fits twice into each lease.
+    """Deadlines, leases and bounds of a coordinator.
+
+    Raises ConfigError if a value is not positive, or if a lease is shorter than two heartbeats.
 
     client_lease_s, engine_lease_s: a peer that sends nothing for this time is removed.
     heartbeat_s: time between two heartbeats of a peer.
-    probe_interval_s: time between two heartbeats to each engine; sending fails if it was killed.
-    progress_deadline_s: an engine that has work and ends no step for this time is removed, unless a
-        step of its model may take longer: see `step_deadline_s`.
-    orphan_deadline_s: a request fails when no engine was ready for this time.
-    push_wait_s: a request fails when for this time no engine had the fleet's weights and the
-        transport kept no copy of them, so that only another push of the trainer would help.
-    command_deadline_s: the deadline of commands that name none.
+    probe_interval_s: time between two probes of each engine. A probe finds engines whose process
+        has ended.
+    progress_deadline_s: an engine that has work and ends no step for this time is removed. Models
+        with slow steps get more time: see `step_deadline_s`.
+    orphan_deadline_s: a waiting request fails if no engine was ready for this time.
+    push_wait_s: a waiting request fails if for this time only another weight push of the trainer
+        can make an engine ready.
+    command_deadline_s: deadline of commands that name none.
     max_lost_attempts: a request fails when this many engines have failed while they ran it.
-    abort_grace_s: time that an aborted request waits for its engine's record.
-    commit_grace_s: the least time that an engine has for a commit once the commit is decided. An
-        engine with work has longer, as long as no step takes longer than `step_deadline_s`.
+    abort_grace_s: time that an aborted request waits for its engine's reply.
+    commit_grace_s: least time for an engine to confirm a weight commit once it is decided. An
+        engine that is stepping has more time, at most two times its `step_deadline_s`.
     report_interval_tokens: most tokens of a request between two reports of its engine.
     max_clients, max_engines: the coordinator refuses further ones.
-    max_client_requests: unfinished requests of one client. InferenceClient holds further ones back.
-    max_requests: unfinished requests and kept replies of all clients.
-    max_client_request_bytes: bytes of prompts and parameters of one client's unfinished requests.
-    max_kept_reply_bytes: bytes of one client's kept replies. A new request beyond this limit or the
-        three before it is refused with a transient error.
-    max_token_log_bytes: bytes of reported tokens of all requests. Beyond it, a request that is not
-        streamed resumes from an earlier token if its engine fails.
-    max_answered_ids: acknowledged requests per client whose ids are kept, to recognize repeated
+    max_client_requests: most unfinished requests of one client. InferenceClient holds back more.
+    max_requests: most requests of all clients, unfinished or with a reply that is kept.
+    max_client_request_bytes: most bytes of prompts and parameters in one client's unfinished
+        requests.
+    max_kept_reply_bytes: most bytes of one client's kept replies. Above this limit, or one of the
+        three limits before it, a new request is refused with a transient error.
+    max_token_log_bytes: most bytes of reported tokens of all requests. Above this limit, a request
+        that does not stream resumes from an earlier token if its engine fails.
+    max_answered_ids: ids of acknowledged requests kept per client, to recognize repeated
         submissions.
-    max_answers: answers kept per client for repeated commands.
-    max_queued_commands: waiting commands of all clients.
-    max_noted_peers: unknown and faulty peers that are kept in a list, so that each is logged once.
-    """
+    max_answers: answers to commands kept per client, for repeated commands.
+    max_queued_commands: most waiting commands of all clients.
+    max_noted_peers: most unknown and faulty peers to remember, so that each is logged once."""
 
     client_lease_s: PositiveSeconds = 30.0
     engine_lease_s: PositiveSeconds = 10.0
@@ -94,29 +96,28 @@ class CoordinatorLimits:
                 )
 
     def step_deadline_s(self, longest_step_s: float) -> float:
-        """Return the seconds that a step may take on an engine with this estimate of its longest
-        step. They are 4 times the estimate, as the next step may have longer contexts or fewer
-        processors, and at least `progress_deadline_s`."""
+        """Return how many seconds a step may take on an engine. `longest_step_s` is the engine's
+        estimate of its longest step. The result is 4 times the estimate, and at least
+        `progress_deadline_s`."""
         return min(max(self.progress_deadline_s, _STEP_SLACK * longest_step_s), MAX_SECONDS)
 
     @property
     def answer_grace_s(self) -> float:
-        """Seconds after its deadline in which a request or command may still be answered. A commit
-        decided at the deadline waits for the current step and the next one; the messages take up to
-        5 s."""
+        """Seconds after its deadline in which a request or command may still be answered."""
+        # A commit decided at the deadline waits for two steps. Messages take up to 5 s.
         grace_s = max(self.abort_grace_s, self.commit_grace_s, 2 * self.progress_deadline_s) + 5.0
         return min(grace_s, MAX_SECONDS)
 
 
 def num_ahead(max_requests: int) -> int:
-    """Return how many requests may wait at an engine that runs up to `max_requests`, to begin when
-    running requests end. All further requests wait in the coordinator."""
+    """Return how many requests may wait at an engine that runs up to `max_requests`. All further
+    requests wait in the coordinator."""
     return max(8, max_requests // 8)
 
 
 class Timers:
-    """One due time per key, in seconds. Of equal times, the time set first comes first. Each call
-    takes amortized logarithmic time in the number of keys."""
+    """One due time per key, in seconds. The key that was set first comes first among equal times.
+    Each call takes amortized logarithmic time in the number of keys."""
 
     def __init__(self) -> None:
         self._entry_of_key: dict[TimerKey, tuple[float, int]] = {}
@@ -130,7 +131,7 @@ class Timers:
         return key in self._entry_of_key
 
     def set(self, key: TimerKey, due_at: float) -> None:
-        """Set the key's due time, in place of an earlier one."""
+        """Set the due time of `key`. Replaces an earlier due time."""
         self._num_set += 1
         self._entry_of_key[key] = entry = (due_at, self._num_set)
         heapq.heappush(self._heap, (*entry, key))
@@ -140,11 +141,10 @@ class Timers:
             heapq.heapify(self._heap)
 
     def discard(self, key: TimerKey) -> None:
-        """Remove the key if it is set."""
         self._entry_of_key.pop(key, None)
 
     def first_due_at(self) -> float | None:
-        """Return the earliest time; None if no key is set."""
+        """Return the earliest due time, or None if no key is set."""
         heap = self._heap
         while heap:
             due_at, number, key = heap[0]
@@ -154,7 +154,8 @@ class Timers:
         return None
 
     def pop_due(self, now: float) -> TimerKey | None:
-        """Remove and return the key with the earliest time; None if no key is due at `now`."""
+        """Remove and return the key with the earliest due time, or return None if no key is due at
+        `now`."""
         due_at = self.first_due_at()
         if due_at is None or due_at > now:
             return None
@@ -167,16 +168,20 @@ class Timers:
 class Counters:
     """Counts since the coordinator started.
 
-    num_requests: accepted requests; each ends as one of num_completed, num_failed (by an engine or
-    by the coordinator) and num_abandoned (its client has left). num_refused: requests that were not
-    accepted. num_duplicates: submissions, tokens and replies that were known already. num_gaps:
-    progress reports that were not kept, as tokens before them were missing or the log was full.
-    num_stale: messages of attempts and sessions that have been replaced. num_unexpected: messages
-    that the peer may not send, or that name an unknown request or command. num_unknown_peers:
-    messages of peers before their handshake. num_undelivered: messages that no frame could carry or
-    whose peer was unreachable. num_engines_lost: engines that were removed, for any reason.
-    num_clients_lost: clients whose lease has expired.
-    """
+    num_requests: accepted requests. Each one ends in num_completed, num_failed or num_abandoned.
+    num_failed: requests that failed in an engine or in the coordinator.
+    num_abandoned: requests whose client left before they ended.
+    num_refused: requests that were not accepted.
+    num_reassigned: assignments of a request after its first one.
+    num_duplicates: repeated submissions, tokens, replies and commands.
+    num_gaps: progress reports that were dropped because tokens before them are missing or the token
+        log is full.
+    num_stale: messages of attempts and sessions that have been replaced.
+    num_unexpected: messages that the peer may not send, or that name an unknown request or command.
+    num_unknown_peers: messages of peers without a session.
+    num_undelivered: messages that no frame could carry or whose peer was unreachable.
+    num_engines_lost: engines that were removed, for any reason.
+    num_clients_lost: clients whose lease has expired."""
 
     num_frames: int = 0
     num_requests: int = 0
@@ -203,12 +208,11 @@ class Counters:
 
 @dataclass(slots=True)
 class Context:
-    """The state that all parts of the core share.
+    """State shared by all parts of the core.
 
-    refused: returns the number of refused connections by reason. outbox: (identity, message) pairs
-    to send; CoordinatorCore empties it. sessions: the peers' sessions by identity of their
-    connection; Registry and Clients write it.
-    """
+    refused: returns the number of refused connections by reason.
+    outbox: (connection identity, message) pairs to send; CoordinatorCore empties the list.
+    sessions: sessions by connection identity; Registry and Clients write them."""
 
     coordinator_id: bytes
     limits: CoordinatorLimits
@@ -219,5 +223,5 @@ class Context:
     sessions: dict[bytes, Session] = field(default_factory=dict)
 
     def send(self, session: Session, message: Message) -> None:
-        """Queue a message for this peer."""
+        """Append a message for the session's peer to the outbox."""
         self.outbox.append((session.identity, message))

@@ -1,7 +1,7 @@
 """CoordinatorCore: passes each message to the part that handles it, and returns the answers.
 
-Used by `rollout.coordinator.coordinator`, which has the socket and the clock. It makes all parts of
-the core; each part changes its own sessions, queues and timers in memory.
+Used by `rollout.coordinator.coordinator`, which has the socket and the clock. CoordinatorCore makes
+the other parts of `rollout.coordinator.core`. All parts keep their state in memory.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ Handler = Callable[[Any, Any, float], None]
 
 
 class CoordinatorCore:
-    """The coordinator without its socket. Its owner passes every frame to `handle`, calls `tick`
-    after some frames and at `next_deadline`, and sends the messages that both return, in order.
-    Times are seconds of one monotonic clock. The same calls give the same results."""
+    """Returns the messages to send for each received message and each due timer.
+
+    The caller passes every frame to `handle`, and calls `tick` at `next_deadline` at the latest.
+    The caller sends the returned messages in order. Times are seconds of one monotonic clock. The
+    same calls give the same results."""
 
     def __init__(
         self,
@@ -71,10 +73,9 @@ class CoordinatorCore:
         recorder: ScheduleRecorder | None = None,
         refused: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`block_size_tokens`: the size of the blocks by which prompts are routed; None ignores
-        prefixes. `deterministic_mode`: engines are admitted once all have registered, and their
-        ranks follow their ids. `refused`: returns the number of refused connections by reason.
-        """
+        """`block_size_tokens` is the size of the blocks by which prompts are routed, or None to
+        ignore prefixes. `deterministic_mode` admits engines once all have registered, with ranks in
+        the order of their ids. `refused` returns the number of refused connections by reason."""
         self._context = context = Context(
             coordinator_id, limits or CoordinatorLimits(), refused=refused
         )
@@ -103,7 +104,6 @@ class CoordinatorCore:
         self._answered_at: Recent[bytes, float] = Recent(context.limits.max_noted_peers)
 
     def _handlers_of_engines(self) -> Mapping[type[Message], Handler]:
-        """Return the handler of each message that an engine may send."""
         requests, registry, commands = self._requests, self._registry, self._commands
         return {
             Progress: requests.progress,
@@ -117,7 +117,6 @@ class CoordinatorCore:
         }
 
     def _handlers_of_clients(self) -> Mapping[type[Message], Handler]:
-        """Return the handler of each message that a client may send."""
         requests, clients, commands = self._requests, self._clients, self._commands
         return {
             SubmitRequest: requests.submit,
@@ -151,19 +150,18 @@ class CoordinatorCore:
         return dict(sorted((engine.rank, engine.engine_id) for engine in engines))
 
     def is_engine(self, identity: bytes) -> bool:
-        """Return whether an engine has this identity. Messages to an engine are kept while it is
-        slow; an engine that cannot be reached is removed."""
+        """Return whether the connection `identity` belongs to a registered engine."""
         return isinstance(self._context.sessions.get(identity), EngineSession)
 
     def next_deadline(self) -> float | None:
-        """Return the latest time at which to call `tick`; None if no timer is set."""
+        """Return the latest time for the next call of `tick`, or None if no timer is set."""
         return self._context.timers.first_due_at()
 
     # ---- input
 
     def handle(self, identity: bytes, frame: bytes | memoryview | Message, now: float) -> Outgoing:
-        """Handle one frame of a peer, whatever its bytes are, or a decoded message. Returns the
-        messages to send."""
+        """Handle one frame of a peer, or one decoded message, and return the messages to send. A
+        malformed frame is counted and logged."""
         self.counters.num_frames += 1
         message = frame if isinstance(frame, Message) else self._decoded(identity, frame, now)
         if message is not None:
@@ -174,8 +172,8 @@ class CoordinatorCore:
         return self._settled(now)
 
     def tick(self, now: float) -> Outgoing:
-        """Handle the timers that are due, and send engines their queued attempts. Returns the
-        messages to send."""
+        """Handle the timers that are due, and return the messages to send. The messages include
+        each engine's queued acknowledgements and aborts."""
         is_due = False
         while (key := self._context.timers.pop_due(now)) is not None:
             is_due, (kind, number) = True, key
@@ -187,16 +185,16 @@ class CoordinatorCore:
     def undelivered(
         self, identity: bytes, message: Message, fault: ProtocolError | None, now: float
     ) -> Outgoing:
-        """Handle a message that could not be sent. `fault`: why no frame can carry it; None if its
-        peer cannot be reached.
+        """Handle a message that could not be sent, and return the messages to send.
 
-        An engine that cannot be reached is removed; a client gets the message again with its next
-        heartbeat. Returns the messages to send.
-        """
+        `fault` says why no frame can carry the message, or is None if the peer cannot be reached.
+        If no frame can carry the message, its requests fail, and a command's answer is sent without
+        the engines' results. An unreachable engine is removed. An unreachable client gets the
+        message again with its next heartbeat."""
         self.counters.num_undelivered += 1
         session = self._context.sessions.get(identity)
         if fault is not None:
-            self._log_once(identity, f"cannot be sent a message: {fault}")
+            self._log_first(identity, f"cannot be sent a message: {fault}")
             if isinstance(message, Ack) and isinstance(session, ClientSession):
                 self._commands.shorten_answer(session, message.command_id)
             else:
@@ -208,14 +206,13 @@ class CoordinatorCore:
         return self._settled(now)
 
     def extend_leases(self, seconds: float) -> None:
-        """Extend all leases by the seconds in which the process was stopped and received
-        nothing."""
+        """Extend all leases by the seconds in which the coordinator process was stopped."""
         for session in self._context.sessions.values():
             session.extend_lease(seconds)
 
     def close(self, reason: str) -> Outgoing:
-        """Fail all unfinished requests and commands, and disconnect all peers. Returns the
-        messages to send."""
+        """Fail all unfinished requests and commands, and disconnect all peers. Returns the messages
+        to send."""
         self._commands.close(reason)
         self._requests.fail_all(WireError.of(RequestAbortedError(reason)))
         self._registry.send_queued()
@@ -226,7 +223,6 @@ class CoordinatorCore:
     # ---- by sender
 
     def _dispatch(self, identity: bytes, message: Message, now: float) -> None:
-        """Pass a message to its handler. Raises ProtocolError if its content is illegal."""
         session = self._context.sessions.get(identity)
         if session is None:
             self._dispatch_handshake(identity, message, now)
@@ -236,13 +232,13 @@ class CoordinatorCore:
         handler = handlers.get(type(message))
         if handler is None:
             self.counters.num_unexpected += 1
-            self._log_once(identity, f"sent a {type(message).__name__}, which it may not")
+            self._log_first(identity, f"sent a {type(message).__name__}, which it may not")
         else:
             handler(session, message, now)
 
     def _dispatch_handshake(self, identity: bytes, message: Message, now: float) -> None:
-        """Handle a handshake. Any other message may come from a peer whose session has ended: a
-        Nack asks it to connect or register again, at most once per heartbeat interval."""
+        """Connect or register a peer that has no session. A message that is no handshake gets a
+        Nack, at most one per heartbeat interval."""
         if isinstance(message, Connect):
             self._clients.connect(identity, message, now)
             return
@@ -251,7 +247,7 @@ class CoordinatorCore:
             return
         self.counters.num_unknown_peers += 1
         name, limits = type(message).__name__, self._context.limits
-        self._log_once(identity, f"sent a {name} before a handshake")
+        self._log_first(identity, f"sent a {name} before a handshake")
         if now - self._answered_at.get(identity, -math.inf) < limits.heartbeat_s:
             return
         self._answered_at.pop(identity, None)  # so that it becomes the newest entry
@@ -260,11 +256,9 @@ class CoordinatorCore:
         self._context.outbox.append((identity, nack_of(None, error)))
 
     def _decoded(self, identity: bytes, frame: bytes | memoryview, now: float) -> Message | None:
-        """Return the message in a frame; None if it is malformed.
-
-        The requests and the command that a connected peer's malformed frame names fail, since a
-        client waits for them. A handshake of another protocol version is refused.
-        """
+        """Return the message in a frame, or None if the frame is malformed. A malformed frame of a
+        connected peer fails the requests and the command that it names. A handshake of another
+        protocol version gets a Nack."""
         try:
             return decode(frame)
         except ProtocolError as fault:
@@ -285,10 +279,9 @@ class CoordinatorCore:
 
     def _count_malformed(self, identity: bytes, fault: ProtocolError) -> None:
         self.counters.num_malformed += 1
-        self._log_once(identity, f"sent a malformed frame: {fault}")
+        self._log_first(identity, f"sent a malformed frame: {fault}")
 
-    def _log_once(self, identity: bytes, what: str) -> None:
-        """Log the action of a peer; only the first one of each peer is logged."""
+    def _log_first(self, identity: bytes, what: str) -> None:
         if identity not in self._logged:
             self._logged[identity] = None
             logger.warning("peer %s %s", identity.hex()[:32], what)
@@ -296,8 +289,8 @@ class CoordinatorCore:
     # ---- after each call
 
     def _settle(self, now: float) -> None:
-        """Report removed engines to the commands. Between commands, admit engines and begin the
-        next command."""
+        """Report removed engines to the running commands. While no command runs, admit engines and
+        begin the next command."""
         registry, commands = self._registry, self._commands
         while commands.has_any or not registry.is_settled:
             while registry.departed:
@@ -309,7 +302,7 @@ class CoordinatorCore:
                 return
 
     def _settled(self, now: float) -> Outgoing:
-        """Settle, and assign waiting requests. Returns the messages to send."""
+        """Call `_settle`, assign waiting requests, and return the messages to send."""
         self._settle(now)
         self._registry.probe_waiting()
         self._dispatcher.dispatch()

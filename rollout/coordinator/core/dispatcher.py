@@ -1,8 +1,8 @@
-"""Dispatcher: the fleet's one queue of requests, and their assignment to engines.
+"""Dispatcher: the fleet's queue of requests, and their assignment to engines.
 
 Used by `core`, `fleet` and `request_lifecycle` of `rollout.coordinator.core`. It changes the queue,
-the requests of each engine, the routing policy's state and the timers of requests without an
-engine, and sends AssignRequests.
+the RequestTable, the routing policy's state and the timers of requests without an engine.
+AssignRequests go to the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -33,12 +33,9 @@ _OLDEST_EVERY = 16
 
 
 class GroupQueue:
-    """A queue of groups in the order of priority, then arrival. Every sixteenth group that is taken
-    is the oldest.
-
-    groups: by id; ids rise with arrival. Each call takes amortized logarithmic time in the number
-    of groups.
-    """
+    """A queue of groups by priority, then by arrival. Every sixteenth group taken is the oldest
+    one. `groups` holds the queued groups by id. Ids rise with arrival. Each call takes amortized
+    logarithmic time in the number of groups."""
 
     def __init__(self) -> None:
         self.groups: dict[int, Group] = {}
@@ -48,7 +45,6 @@ class GroupQueue:
         self._num_taken = 0
 
     def add(self, group: Group) -> None:
-        """Add a group unless it is in the queue."""
         group_id = group.group_id
         if group_id in self.groups:
             return
@@ -63,7 +59,6 @@ class GroupQueue:
             heapq.heapify(self._by_arrival)
 
     def discard(self, group_id: int) -> None:
-        """Remove a group if it is in the queue."""
         self.groups.pop(group_id, None)
 
     def take(self) -> Group:
@@ -77,13 +72,15 @@ class GroupQueue:
 
 
 class Dispatcher:
-    """Assigns waiting requests to engines, by the routing policy. Only this class calls the policy.
+    """Assigns waiting requests to the engines that the routing policy chooses.
 
-    Groups wait in a GroupQueue until an engine has room, which it grants as credit. A group goes as
-    a whole to an engine that has room for one sample. Requests that may have made engines fail and
-    have one attempt left (their last chance) wait in a queue of their own: each engine gets one of
-    them at a time, so that the next failure shows the request that causes it.
-    """
+    Only this class calls the policy. Groups wait in a GroupQueue until an engine has room. An
+    engine grants room as credit. All samples of a group go to one engine, even if it has room for
+    only one.
+
+    A request is on its last chance if it fails with the next failure of an engine. Such requests
+    wait in a queue of their own. Each engine gets one of them at a time, so that an engine's
+    failure shows which request causes it."""
 
     def __init__(
         self,
@@ -94,7 +91,8 @@ class Dispatcher:
         block_size_tokens: int | None,
         recorder: ScheduleRecorder | None,
     ) -> None:
-        """`block_size_tokens`: the size of the blocks to route by; None ignores prefixes."""
+        """`block_size_tokens` is the size of the blocks by which prompts are routed, or None to
+        ignore prefixes."""
         self._context, self._table = context, table
         self._policy, self._recorder = policy, recorder
         self.block_size_tokens = block_size_tokens
@@ -102,11 +100,11 @@ class Dispatcher:
         self._last_chances: dict[int, Request] = {}
         self._ready: dict[int, EngineSession] = {}  # by rank
         self._with_room: dict[int, EngineSession] = {}  # by rank
-        self._is_fault_logged = False  # of the policy
+        self._is_fault_logged = False  # whether a wrong choice of the policy was logged
         self.awaits_push = False  # whether only a weight push can make an engine ready
 
     def hash_prompt(self, prompt_tokens: npt.NDArray[np.int32]) -> list[int]:
-        """Return the hashes of the prompt's whole blocks; [] if prefixes are ignored."""
+        """Return the hashes of the prompt's whole blocks, or [] if prefixes are ignored."""
         if self.block_size_tokens is None or len(prompt_tokens) < self.block_size_tokens:
             return []
         return compute_block_hashes_batched(prompt_tokens, self.block_size_tokens)
@@ -125,8 +123,8 @@ class Dispatcher:
             self._context.timers.discard(("orphan", group_id))
 
     def end_work(self, engine: EngineSession, now: float) -> list[Request]:
-        """Stop assigning requests to an engine that has left. Returns its requests, which wait
-        again, for `RequestLifecycle.requeue`."""
+        """Stop assigning requests to an engine that has left. Returns the engine's requests, which
+        now have no engine. The caller passes them to `RequestLifecycle.requeue`."""
         if engine.is_ready:
             engine.end_work()
             del self._ready[engine.rank]
@@ -140,8 +138,7 @@ class Dispatcher:
         return requests
 
     def caches_dropped(self, engines: Iterable[EngineSession]) -> None:
-        """Report to the policy that these engines cannot reuse their cached blocks: they serve
-        other weights, or have released their KV memory."""
+        """Report to the routing policy that these engines cannot reuse their cached blocks."""
         for engine in engines:
             if engine.is_ready:
                 self._policy.cache_dropped(engine.rank)
@@ -162,7 +159,6 @@ class Dispatcher:
     # ---- requests
 
     def enqueue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue requests that have no engine."""
         for request in requests:
             if request.lost_attempts and self._is_last_chance(request):
                 self._last_chances[request.server_id] = request
@@ -172,8 +168,8 @@ class Dispatcher:
                 self._watch_orphans([request.group.group_id], now)
 
     def released(self, request: Request, engine: EngineSession | None) -> None:
-        """Remove a request that has ended from the load of `engine`, or from the queue if `engine`
-        is None."""
+        """Remove an ended request from the load of `engine`, or from the queue if `engine` is
+        None."""
         if engine is None:
             self._leave_queue(request)
             return
@@ -183,14 +179,14 @@ class Dispatcher:
             self._update_room(engine)
 
     def progressed(self, request: Request, engine: EngineSession) -> None:
-        """Clear the earlier engine failures of a request: its tokens show that it did not cause
-        them."""
+        """Clear the engine failures recorded for a request."""
+        # New tokens show that the request did not cause the failures.
         request.lost_attempts = frozenset()
         engine.end_last_chance(request)
 
     def reclaim(self, engine: EngineSession, running: Sequence[Attempt]) -> None:
-        """Give a registering engine back the attempts that it still runs, except attempts whose
-        requests have ended or were assigned again."""
+        """Give a registering engine back the attempts in `running`. Attempts whose requests have
+        ended or were assigned again are skipped."""
         for held in running:
             request = self._table.requests.get(held.request_id)
             if (
@@ -206,7 +202,7 @@ class Dispatcher:
                     engine.begin_last_chance(request)
 
     def _leave_queue(self, request: Request) -> None:
-        """Remove a request that no longer waits, and its group once no request of it waits."""
+        """Remove a request from the queue, and its group if no request of the group waits."""
         group = request.group
         self._last_chances.pop(request.server_id, None)
         if not group.waiting:
@@ -216,22 +212,23 @@ class Dispatcher:
     # ---- requests without an engine, and requests that may make engines fail
 
     def waiting_groups(self) -> list[int]:
-        """Return the ids of groups with requests that no engine has. Groups with requests on their
-        last chance come last."""
+        """Return the ids of groups with waiting requests. Groups of requests on their last chance
+        come last."""
         apart = dict.fromkeys(r.group.group_id for r in self._last_chances.values())
         return [*self._queue.groups, *apart]
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that no engine has."""
+        """Number of requests without an engine."""
         groups = {r.group.group_id: r.group for r in self._last_chances.values()}
         return sum(len(group.waiting) for group in (self._queue.groups | groups).values())
 
     def await_push(self, is_awaited: bool, now: float) -> None:
-        """Set whether only a weight push can make an engine ready. If so, waiting requests fail
-        sooner, because the trainer that pushes may be waiting for them."""
+        """Record whether only a weight push can make an engine ready. If `is_awaited`, waiting
+        requests fail after `push_wait_s` instead of `orphan_deadline_s`."""
         if is_awaited is self.awaits_push:
             return
+        # Requests fail sooner: the trainer that pushes may be waiting for their replies.
         self.awaits_push = is_awaited
         if is_awaited:
             logger.warning(
@@ -271,10 +268,10 @@ class Dispatcher:
     def suspects(self, engine: EngineSession) -> list[Request]:
         """Return the requests that a silent engine may have been running.
 
-        These are all requests that have reported tokens since they were assigned. Of the others,
-        in the engine's order (priority, then arrival), the last `num_waiting` of its status had not
-        begun and are left out. At least one of the others is returned.
-        """
+        Requests that have reported tokens since they were assigned are returned. So are requests
+        that the engine may have begun. The engine begins requests by priority, then by arrival. Its
+        latest `num_waiting` says how many have not begun. At least one request without new tokens
+        is returned if there is any."""
         requests = engine.requests.values()
         started = [r for r in requests if len(r.log) > r.num_known]
         others = [r for r in requests if len(r.log) == r.num_known]
@@ -289,7 +286,7 @@ class Dispatcher:
     # ---- dispatching
 
     def dispatch(self) -> None:
-        """Assign waiting requests as long as engines have room."""
+        """Assign waiting requests while engines have room."""
         if self._last_chances:
             self._dispatch_last_chances()
         while self._with_room and self._queue.groups:
@@ -308,8 +305,8 @@ class Dispatcher:
                 self._assign([request], request.group, engine)
 
     def _choose(self, group: Group, requests: Sequence[Request]) -> EngineSession:
-        """Return the engine that the policy chooses. If the choice is no rank with room, return the
-        engine with room that has the fewest requests."""
+        """Return the engine that the policy chooses. If the policy chooses no rank with room,
+        return the engine with room and the fewest requests."""
         num_tokens = sum([request.num_tokens for request in requests])
         rank = self._policy.choose(group.hashes, self._with_room.keys(), num_tokens)
         if isinstance(rank, (int, np.integer)) and rank in self._with_room:
@@ -356,16 +353,16 @@ class Dispatcher:
 
 
 def count_tokens(num_prompt_tokens: int, packed_params: bytes) -> int:
-    """Return the most tokens, of prompt and output, that a request with these params can have.
-    Malformed params count as no output."""
+    """Return the most prompt and output tokens that a request with these params can have. Malformed
+    params count as no output."""
     is_short = len(packed_params) <= _MAX_REMEMBERED_BYTES
     limit, counts_prompt = (_remembered_limit if is_short else _token_limit)(packed_params)
     return max(num_prompt_tokens, limit if counts_prompt else num_prompt_tokens + limit)
 
 
 def _token_limit(packed_params: bytes) -> tuple[int, bool]:
-    """Return the most tokens that the params allow, and whether they include the prompt's. Returns
-    (0, False) for malformed params."""
+    """Return the most tokens that the params allow, and whether that number includes the prompt.
+    Returns (0, False) for malformed params."""
     try:
         params = unpack(packed_params)
         to_generate, total = params["num_tokens_to_generate"], params["num_tokens_total"]

@@ -1,8 +1,8 @@
-"""Fleet: the state and weights that all engines have confirmed. Registry: the engines themselves.
+"""Fleet: the state and weights that all engines have confirmed. Registry: the engines' sessions.
 
 Used by `core`, `clients` and `commands` of `rollout.coordinator.core`, and by
-`rollout.coordinator.coordinator` (CoordinatorState). Registry makes and ends EngineSessions, sets
-their timers and sends them messages through the outbox of the Context.
+`rollout.coordinator.coordinator` (CoordinatorState). Registry makes and ends EngineSessions and
+sets their timers. Messages go to the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoordinatorState(Enum):
-    """The state of the fleet. It changes once all engines have confirmed. STOPPING is final."""
+    """State of the fleet. It changes once all engines have confirmed. STOPPING is final."""
 
     RUNNING = auto()
     PAUSED = auto()
@@ -55,10 +55,10 @@ class CoordinatorState(Enum):
 class CommittedWeights:
     """The weights that every ready engine serves.
 
-    checksum: "" if it is not known. source: where a joining engine fetches the weights; None before
-    the first commit. base: the source of the full weights below an adapter; None if these are the
-    weights that engines start with.
-    """
+    checksum: "" if unknown.
+    source: where a joining engine fetches the weights; None before the first commit.
+    base: source of the full weights that an adapter builds on; None for the engines' initial
+        weights."""
 
     version: int
     checksum: str
@@ -67,7 +67,7 @@ class CommittedWeights:
 
     @property
     def full_source(self) -> WeightsSource | None:
-        """The source of the weights without their adapter."""
+        """Source of the weights without their adapter."""
         if self.source is None or self.source.lora is not None:
             return self.base
         return self.source
@@ -75,16 +75,15 @@ class CommittedWeights:
 
 @dataclass(slots=True)
 class Fleet:
-    """The state, the weights and the settings that all engines have in common. Only its own methods
-    change it, except that commands take ids from `command_ids`.
+    """State, weights and settings that all engines share. Only its own methods change them.
 
-    machine: the state that all engines have confirmed; it decides which commands are legal.
-    released: the resources whose memory a Suspend has released. is_diverged: engines may differ
-    from `machine` and `released`, because only some have run a command, or because one joined a
-    suspended fleet. command_ids: iterator of the ids of commands to engines.
-    weights: the weights that every ready engine serves; None before the first engine or update.
-    settings: the first engine's settings, which all others must have.
-    """
+    machine: state that all engines have confirmed. It decides which commands are legal.
+    released: resources whose memory a Suspend has released.
+    is_diverged: whether engines can differ from `machine` and `released`. Causes are a command that
+        only some engines ran, and an engine that joined a suspended fleet.
+    command_ids: ids for commands to engines, taken with next().
+    weights: weights that every ready engine serves; None before the first engine or update.
+    settings: the first engine's settings, which every other engine must have."""
 
     machine: StateMachine = field(default_factory=lambda: StateMachine(subject="all engines"))
     released: frozenset[str] = frozenset()
@@ -94,8 +93,8 @@ class Fleet:
     settings: Mapping[str, str] | None = None
 
     def join(self, version: int, checksum: str, settings: Mapping[str, str]) -> CommittedWeights:
-        """Return the weights that a joining engine must serve. The fleet takes weights and settings
-        from the first engine, and a missing checksum from any engine."""
+        """Return the weights that a joining engine must serve. The fleet takes its weights and
+        settings from the first engine. An unknown checksum is taken from any joining engine."""
         weights = self.weights or CommittedWeights(version, checksum, None)
         self.weights = weights if weights.checksum else replace(weights, checksum=checksum)
         if self.settings is None:
@@ -110,7 +109,7 @@ class Fleet:
         self.weights = CommittedWeights(version, checksum, source, base)
 
     def renumber(self, version: int) -> None:
-        """Set a later version for the same weights."""
+        """Give the same weights a later version."""
         self.weights = replace(self.weights or CommittedWeights(0, "", None), version=version)
 
     @property
@@ -124,11 +123,11 @@ class Fleet:
 
     @property
     def weights_checksum(self) -> str:
-        """The checksum of the weights that every ready engine serves; "" if it is not known."""
+        """Checksum of the weights that every ready engine serves; "" if unknown."""
         return "" if self.weights is None else self.weights.checksum
 
     def difference(self, settings: Mapping[str, str]) -> str:
-        """Return how an engine's settings differ from the first engine's, for an error message.
+        """Return how an engine's settings differ from the first engine's, as text for an error.
         Returns "" if they are equal, or before the first engine."""
         if self.settings is None:
             return ""
@@ -138,21 +137,18 @@ class Fleet:
         return "; ".join(listed) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
     def diverge(self) -> None:
-        """Record that engines may be in different states, or hold different memory."""
+        """Record that engines may differ in their state or in their released memory."""
         self.is_diverged = True
 
     def is_done(self, command: Command[Any]) -> bool:
-        """Return whether every engine is in the command's target state already.
-
-        Always False for Suspend, which may name memory that is not released yet.
-        """
+        """Return whether every engine is in the command's target state already. Returns False for a
+        Suspend, which may release more memory, and while the fleet is diverged."""
         if self.is_diverged or isinstance(command, Suspend):
             return False
         return self.machine.state is command.transition.target
 
     def require_legal(self, message: ControlMessage[Any]) -> None:
-        """Raise EngineStateError, with the state and the legal commands, unless the command
-        `message` is legal."""
+        """Raise EngineStateError if the command `message` is not legal in the fleet's state."""
         if isinstance(message, UpdateWeights):
             self.machine.require_update(in_flight=message.in_flight)
             return
@@ -163,8 +159,8 @@ class Fleet:
         self.machine.require_legal(message.transition)
 
     def change_state(self, command: Command[Any]) -> None:
-        """Change to the state that follows a command which every engine has run. Engines that were
-        resumed in part stay suspended until all memory is restored."""
+        """Apply a command that every engine has run. After a partial Resume the fleet stays
+        suspended until all memory is restored."""
         if isinstance(command, Suspend):
             self.released |= frozenset(command.release)
             self.machine.enter(command.transition)
@@ -179,8 +175,8 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class _Registration:
-    """An engine that has registered and is not admitted yet. `left`: the requests of its earlier
-    session."""
+    """An engine that has registered and is not admitted yet. `left` holds the requests of the
+    engine's earlier session."""
 
     identity: bytes
     message: Register
@@ -190,9 +186,8 @@ class _Registration:
 class Registry:
     """Makes and ends the sessions of engines.
 
-    engines: admitted engines, by engine id. departed: engines that have left, which the core
-    reports to the running commands.
-    """
+    engines: admitted engines by engine id.
+    departed: engines that have left. The core reports them to the running commands."""
 
     def __init__(
         self,
@@ -203,8 +198,8 @@ class Registry:
         *,
         num_awaited: int,
     ) -> None:
-        """`num_awaited`: how many engines must have registered before the first is admitted, so
-        that ranks follow the order of engine ids; 1 admits each engine as it comes."""
+        """`num_awaited` engines must have registered before the first is admitted. The ranks of
+        these engines follow the order of their ids."""
         self.context, self.dispatcher, self.fleet = context, dispatcher, fleet
         self._requests, self._num_awaited = requests, num_awaited
         self.engines: dict[bytes, EngineSession] = {}
@@ -220,8 +215,8 @@ class Registry:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no engine is joining, is departing, or has just received the push that it waited
-        for, and the dispatcher knows whether only a weight push can make an engine ready."""
+        """Whether `settle` has nothing to do and `departed` is empty."""
+        # Engines may be joining, have left, or have received the push that they waited for.
         if self.departed or self._registered or self._joining:
             return False
         if not self._awaiting_push and not self.dispatcher.awaits_push:
@@ -233,8 +228,8 @@ class Registry:
         return (engine for engine in self.engines.values() if engine.is_ready)
 
     def members_of(self, source: WeightsSource) -> list[EngineSession]:
-        """Return the engines to which a push of `source` goes: all ready engines, and the engines
-        that wait for a push, unless `source` builds on weights that they lack."""
+        """Return the engines to which a push of `source` goes. All ready engines are members.
+        Engines that wait for a push are added, unless `source` builds on weights that they lack."""
         served = self.fleet.weights
         below = None if source.lora is None or served is None else served.full_source
         is_for_all = below is None and not source.builds_on
@@ -248,7 +243,7 @@ class Registry:
 
     @property
     def _needs_push(self) -> bool:
-        """Whether only a weight push can make one of the engines ready."""
+        """Whether only a weight push can make an engine ready."""
         if not self._awaiting_push or self._joining or self._registered:
             return False
         return not any(self.ready_engines())
@@ -261,8 +256,8 @@ class Registry:
     # ---- registration
 
     def register(self, identity: bytes, message: Register, now: float) -> None:
-        """Queue an engine until `settle` admits it, or refuse it with the reason. Its earlier
-        session ends. A queued engine keeps the requests of that session."""
+        """Queue an engine until `settle` admits it, or refuse it with a reason. The engine's
+        earlier session ends. Its requests stay with the queued engine."""
         former = self.engines.get(message.engine_id)
         refusal = self._refusal(message)
         if refusal is not None:
@@ -285,14 +280,15 @@ class Registry:
 
     def probe_waiting(self) -> None:
         """Send a heartbeat to each engine that has registered since the last call and is not
-        admitted yet. It then waits longer for the RegisterAck, which a running command delays."""
+        admitted. The heartbeat makes the engine wait longer for the RegisterAck, which a running
+        command delays."""
         for each in self._unanswered:
             if self._registered.get(each.message.engine_id) is each:
                 self.context.outbox.append((each.identity, Heartbeat(sequence=0)))
         self._unanswered.clear()
 
     def _refusal(self, message: Register) -> RolloutError | None:
-        """Return why the engine cannot join; None if it can."""
+        """Return why the engine cannot join, or None if it can."""
         weights, version = self.fleet.weights, message.weights_version
         own, routed = message.block_size_tokens, self.dispatcher.block_size_tokens
         if routed is not None and (own < 1 or routed % own):
@@ -329,22 +325,20 @@ class Registry:
             )
         if weights.source is None:
             return WeightUpdateError(
-                f"the engine serves version {version}, the fleet {weights.version}, which nobody "
-                "has published; start the engine with it"
+                f"the engine serves version {version}, the fleet {weights.version}, which was "
+                "never published; start the engine with the fleet's version"
             )
         return None
 
     def settle(self, now: float) -> None:
-        """Admit registered engines, and give work to engines that serve the fleet's weights.
-
-        Call it only while no command runs: no engine may join in the middle of a command.
-        """
+        """Admit registered engines, and give work to engines that serve the fleet's weights. No
+        command may be running, because a command's engines must stay the same."""
         if len(self._registered) >= self._num_awaited:
             self._num_awaited = 1
             for engine_id in sorted(self._registered):
                 self._admit(self._registered.pop(engine_id), now)
         for engine in self._reached():
-            # It has the weights now, and registers again to get the fleet's state.
+            # The engine has the weights now, and registers again to get the fleet's state.
             self.remove(engine, "a push has reached it", now, suspects=(), level=logging.INFO)
         for engine in list(self._joining.values()):
             if engine.expected != (self.fleet.state.name, self.fleet.weights_version):
@@ -377,7 +371,7 @@ class Registry:
         )
         self.engines[engine.engine_id] = context.sessions[engine.identity] = engine
         awaits_push = self._awaits_push(engine, weights)
-        if not awaits_push:  # else its requests go on elsewhere
+        if not awaits_push:  # otherwise other engines continue its requests
             self.dispatcher.reclaim(engine, message.running)
         if fleet.state is CoordinatorState.SUSPENDED:
             # A new engine releases its KV cache; a suspended one may have missed a RESUME.
@@ -401,7 +395,7 @@ class Registry:
         self._requests.requeue(registration.left, now)
 
     def _assign_rank(self, engine_id: bytes) -> int:
-        """Return the engine's earlier rank if it is free, else the lowest free rank."""
+        """Return the engine's earlier rank if it is free, or the lowest free rank."""
         taken = {engine.rank for engine in self.engines.values()}
         rank = self._rank_of_engine.pop(engine_id, -1)
         if rank < 0 or rank in taken:
@@ -412,7 +406,7 @@ class Registry:
     def _instruct(
         self, engine: EngineSession, weights: CommittedWeights, prepared_command_id: int | None
     ) -> None:
-        """Send the RegisterAck, and the commands by which the engine reaches the fleet's state."""
+        """Send the RegisterAck, and the commands that bring the engine to the fleet's state."""
         state, limits = self.fleet.state, self.context.limits
         awaits_push = self._awaits_push(engine, weights)
         is_behind = engine.weights_version < weights.version and not awaits_push
@@ -434,7 +428,7 @@ class Registry:
         )
         self.context.send(engine, ack)
         if prepared_command_id is not None and ack.weights is None:
-            # If it had been committed, there would be a source, which replaces what is staged.
+            # A committed update would have a source, whose weights replace the staged ones.
             self.context.send(engine, Rollback(command_id=prepared_command_id))
         if is_renumbered:
             command_ids = self.fleet.command_ids
@@ -460,8 +454,8 @@ class Registry:
         self.context.send(engine, Heartbeat(sequence=message.sequence))
 
     def check(self, engine_id: bytes, now: float) -> None:
-        """Remove an engine whose lease or progress deadline has passed, else set the time of the
-        next check."""
+        """Remove an engine whose lease or progress deadline has passed. Otherwise set the timer of
+        the next check."""
         engine, limits = self.engines[engine_id], self.context.limits
         lease_end = engine.last_seen + limits.engine_lease_s
         step_deadline_s = limits.step_deadline_s(engine.longest_step_s)
@@ -476,8 +470,8 @@ class Registry:
             self.context.timers.set(("engine", engine_id), min(lease_end, progress_end))
 
     def probe(self, _: int, now: float) -> None:
-        """Send each engine a heartbeat of sequence 0. Sending fails if the engine's process has
-        ended, so the coordinator knows it before the lease ends."""
+        """Send each engine a heartbeat with sequence number 0."""
+        # Sending fails if the engine's process has ended, which shows before its lease ends.
         heartbeat = Heartbeat(sequence=0)
         for engine in self.engines.values():
             self.context.send(engine, heartbeat)
@@ -485,7 +479,7 @@ class Registry:
             self.context.timers.set(("probe", 0), now + self.context.limits.probe_interval_s)
 
     def send_queued(self) -> None:
-        """Send each engine its queued attempts: replies that it may drop, requests to abort."""
+        """Send each engine its queued acknowledgements and aborts."""
         for engine in self.engines.values():
             for message in engine.take_queued():
                 self.context.send(engine, message)
@@ -493,8 +487,8 @@ class Registry:
     # ---- removal
 
     def disconnect(self, engine: EngineSession, message: Disconnect, now: float) -> None:
-        """Remove an engine that disconnects. If it failed, the message names the attempts of its
-        last step as suspects."""
+        """Remove an engine that disconnects. An engine that failed names the attempts of its last
+        step, which become the suspects."""
         named = {(attempt.request_id, attempt.attempt) for attempt in message.suspects}
         held = engine.requests.values()
         suspects = [r for r in held if (r.server_id, r.attempt) in named]
@@ -513,13 +507,13 @@ class Registry:
         sends_nack: bool = True,
         level: int = logging.WARNING,
     ) -> None:
-        """Remove an engine. Its requests wait for another engine; `RequestLifecycle.requeue` fails
-        aborted requests and requests with too many failed engines.
+        """Remove an engine, and queue its requests for other engines.
 
-        suspects: the requests that may have made it fail; None for all that it may have been
-        running. sends_nack: send it a Nack, after which it can register again. level: the level of
-        the log line.
-        """
+        `RequestLifecycle.requeue` fails aborted requests and requests with too many failed engines.
+        suspects: requests that may have made the engine fail; None for all that it may have been
+            running.
+        sends_nack: send the engine a Nack, after which it can register again.
+        level: level of the log line."""
         logger.log(level, "%s left: %s", engine, reason)
         if suspects is None:
             suspects = self.dispatcher.suspects(engine)
@@ -532,7 +526,7 @@ class Registry:
         self._requests.requeue(self._end_session(engine, now), now)
 
     def _end_session(self, engine: EngineSession, now: float) -> list[Request]:
-        """End the session of an engine. Returns the requests that it had."""
+        """End the session of an engine, and return the requests that it had."""
         del self.engines[engine.engine_id]
         if self.context.sessions.get(engine.identity) is engine:
             del self.context.sessions[engine.identity]

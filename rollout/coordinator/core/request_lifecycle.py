@@ -1,8 +1,7 @@
 """RequestLifecycle: a request from its submission to the acknowledgement of its reply.
 
-Used by the other modules of `rollout.coordinator.core`: by `core` for messages about requests, by
-`clients` when a client leaves, by `commands` when the fleet stops, and by `fleet` when an engine
-leaves. It changes the RequestTable, and sends replies through the outbox of the Context.
+Used by `core`, `clients`, `commands` and `fleet` of `rollout.coordinator.core`. It changes the
+RequestTable and sets timers. Messages go to the outbox of the Context.
 """
 
 from __future__ import annotations
@@ -38,9 +37,11 @@ from rollout.wire import Message
 
 
 class RequestLifecycle:
-    """Accepts, answers and removes requests. No request is accepted twice. An engine's message
-    counts if its attempt is the request's latest and the request is assigned to that engine. A
-    reply is kept until it is acknowledged."""
+    """Accepts, answers and removes requests. Each request is accepted once.
+
+    An attempt is one assignment of a request to an engine. An engine's message counts only if it
+    names the request's latest attempt, and the request is assigned to that engine. A reply is kept
+    until the client acknowledges it."""
 
     def __init__(self, context: Context, table: RequestTable, dispatcher: Dispatcher) -> None:
         self._context, self._table, self._dispatcher = context, table, dispatcher
@@ -49,7 +50,7 @@ class RequestLifecycle:
     # ---- submissions
 
     def submit(self, client: ClientSession, message: SubmitRequest, now: float) -> None:
-        """Accept the new samples; send the replies or tokens of known ones again."""
+        """Accept the new samples. Send the replies or tokens of known samples again."""
         counters, new = self._context.counters, []
         for sample in message.samples:
             if sample.request_id in client.requests:
@@ -67,21 +68,22 @@ class RequestLifecycle:
             self.refuse(client, _failure(sample.request_id, WireError.of(refusal)))
 
     def refuse(self, client: ClientSession, failure: EngineReply) -> None:
-        """Send the failure of a request that is not accepted. Sends nothing if its id is known."""
+        """Send the failure of a request that is not accepted. Sends nothing if the request id is
+        known."""
         if failure.request_id not in client.requests and failure.request_id not in client.answered:
             self._context.counters.num_refused += 1
             self._context.send(client, failure)
 
     def _refusal(self, client: ClientSession) -> RolloutError | None:
-        """Return the error if no sample can be accepted now, else None. InferenceClient reaches no
-        bound of a single client: it keeps to the window in its ConnectAck."""
+        """Return the error if no sample can be accepted now, or None."""
+        # InferenceClient never reaches a bound of one client: its ConnectAck names these bounds.
         limits = self._context.limits
         if not self._is_open:
             return EngineStateError("the engines are stopped; no request is accepted any more")
         if client.num_unfinished >= limits.max_client_requests:
-            reason = f"max_client_requests={limits.max_client_requests} are unfinished"
+            reason = f"max_client_requests={limits.max_client_requests} requests are unfinished"
         elif len(self._table.requests) >= limits.max_requests:
-            reason = f"max_requests={limits.max_requests} are held for all clients"
+            reason = f"max_requests={limits.max_requests} requests of all clients are held"
         elif client.request_bytes >= limits.max_client_request_bytes:
             held, bound = client.request_bytes, limits.max_client_request_bytes
             reason = f"{held} bytes of prompts are unfinished, max_client_request_bytes={bound}"
@@ -109,8 +111,8 @@ class RequestLifecycle:
     # ---- reports of engines
 
     def progress(self, engine: EngineSession, message: Progress, now: float) -> None:
-        """Keep the new tokens, and send them to clients that stream. Raises ProtocolError for a run
-        that cannot follow the earlier ones."""
+        """Keep the new tokens of an engine's requests, and send them to clients that stream. Raises
+        ProtocolError if a run of tokens cannot follow the earlier runs."""
         for request_id, attempt, run in message.runs.apart():
             self._progress(engine, Attempt(request_id=request_id, attempt=attempt), run)
 
@@ -139,8 +141,8 @@ class RequestLifecycle:
             self._context.send(request.client, partial)
 
     def end(self, engine: EngineSession, message: EngineReply, now: float) -> None:
-        """Answer the request of an attempt that has ended. The engine may drop the attempt, even an
-        outdated one."""
+        """Answer the request of an attempt that has ended at its engine. The engine gets an
+        acknowledgement, even for an outdated attempt."""
         attempt = Attempt(request_id=message.request_id, attempt=message.attempt)
         engine.acknowledge(attempt)
         request = self._current(engine, attempt)
@@ -156,8 +158,8 @@ class RequestLifecycle:
         self._answer(request, own)
 
     def _current(self, engine: EngineSession, named: Attempt) -> Request | None:
-        """Return the request whose current attempt is `named`. A stale or repeated attempt is
-        counted, and gives None."""
+        """Return the request whose current attempt is `named`, or None if the attempt is outdated.
+        Counts an outdated or repeated message."""
         request = self._table.requests.get(named.request_id)
         if request is not None and request.attempt == named.attempt:
             if request.engine is engine:
@@ -171,8 +173,8 @@ class RequestLifecycle:
     # ---- failed engines
 
     def requeue(self, requests: Iterable[Request], now: float) -> None:
-        """Queue again the requests of an engine that has left. Requests that were being aborted
-        end, and so do requests with which `max_lost_attempts` engines have failed."""
+        """Queue the requests of an engine that has left. A request fails instead if it was being
+        aborted, or if `max_lost_attempts` engines have failed while they ran it."""
         # Other requests were assigned, answered or removed meanwhile.
         waiting = [request for request in requests if request.is_waiting]
         for request in waiting:
@@ -190,7 +192,7 @@ class RequestLifecycle:
     # ---- aborts and deadlines
 
     def abort(self, client: ClientSession, message: AbortRequest, now: float) -> None:
-        """Abort these requests of a client; each is answered by its reply."""
+        """Abort requests of a client. Each aborted request is answered by a reply."""
         error = WireError.of(RequestAbortedError("aborted by its client"))
         for named in message.attempts:
             request = client.requests.get(named.request_id)
@@ -200,14 +202,13 @@ class RequestLifecycle:
                 self._abort(request, error, now)
 
     def deadline_passed(self, group_id: int, now: float) -> None:
-        """Abort the unfinished requests of a group."""
         error = WireError.of(RequestAbortedError("the request's deadline has passed"))
         for request in list(self._table.groups[group_id].unfinished.values()):
             self._abort(request, error, now)
             request.is_overdue = True
 
     def orphaned(self, group_id: int, now: float) -> None:
-        """Fail the waiting requests of a group: no engine was ready in time."""
+        """Fail the waiting requests of a group for which no engine was ready in time."""
         error = WireError.of(self._dispatcher.orphan_error())
         group = self._table.groups.get(group_id)
         for request in [] if group is None else list(group.waiting.values()):
@@ -221,8 +222,8 @@ class RequestLifecycle:
         self.fail(request, request.abort_error)
 
     def _abort(self, request: Request, error: WireError, now: float) -> None:
-        """Ask the request's engine to abort it, so that the reply has its tokens. A request without
-        an engine fails."""
+        """Ask the request's engine to abort the request. A request without an engine fails at
+        once."""
         if request.is_waiting:
             self.fail(request, error)
         elif request.engine is not None and request.abort_error is None:
@@ -232,7 +233,7 @@ class RequestLifecycle:
             request.engine.abort(request.current_attempt())
 
     def abandon_all(self, client: ClientSession) -> None:
-        """Abort the requests of a client that has left, and drop its replies."""
+        """Abort the requests of a client that has left, and drop the client's replies."""
         for request in list(client.requests.values()):
             engine, is_unfinished = request.engine, request.reply is None
             if engine is not None:
@@ -259,7 +260,7 @@ class RequestLifecycle:
                 self._context.send(session, reply)
 
     def fail_all(self, error: WireError) -> None:
-        """Fail every unfinished request, and accept no new one."""
+        """Fail every unfinished request. Later submissions are refused."""
         self._is_open = False
         for request in list(self._table.requests.values()):
             if request.reply is None:
@@ -268,7 +269,7 @@ class RequestLifecycle:
     # ---- answers
 
     def fail(self, request: Request, error: WireError) -> None:
-        """Answer a request with an error, and abort its attempt at an engine."""
+        """Answer a request with an error, and abort its attempt at the engine that has it."""
         if request.engine is not None:
             request.engine.abort(request.current_attempt())
         self._answer(request, _failure(request.client_request_id, error))
@@ -302,7 +303,7 @@ class RequestLifecycle:
             self._table.remove(request)
 
     def resend(self, client: ClientSession, request_id: int, offset: int = 0) -> None:
-        """Send the reply again, or the streamed tokens from `offset` on."""
+        """Send the reply again, or the streamed tokens from `offset` on if there is no reply."""
         request = client.requests[request_id]
         if request.reply is not None:
             self._context.send(client, request.reply)
@@ -312,5 +313,4 @@ class RequestLifecycle:
 
 
 def _failure(client_request_id: int, error: WireError) -> EngineReply:
-    """Return the reply of a request that failed without a record."""
     return EngineReply(request_id=client_request_id, error=error, is_failed=True)

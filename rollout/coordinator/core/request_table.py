@@ -1,7 +1,7 @@
 """RequestTable: the requests that a coordinator holds, and the sessions of clients and engines.
 
-Used by the other modules of `rollout.coordinator.core`. They change sessions by the sessions' own
-methods alone, and requests mostly by the methods of RequestTable. All is kept in memory.
+Used by the other modules of `rollout.coordinator.core`, which change sessions by the sessions' own
+methods. RequestTable assigns and ends requests. All state is kept in memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REPLY_BYTES = 512
 
 
 class Recent(OrderedDict[K, V]):
-    """A dictionary of at most `max_items` entries: one more drops the oldest entry."""
+    """A dictionary of at most `max_items` entries. A further entry drops the oldest one."""
 
     # A plain dict would pass over all deleted entries to find its first key.
     def __init__(self, max_items: int) -> None:
@@ -63,15 +63,17 @@ class Recent(OrderedDict[K, V]):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """One client, until it disconnects or its lease runs out. Only its own methods change it.
+    """One connected client. The session ends when the client disconnects or its lease runs out.
 
-    identity: the identity of its latest connection. requests: unfinished requests and requests with
-    a kept reply, by the client's ids. num_unfinished, request_bytes: number and bytes of unfinished
-    requests. kept_bytes: bytes of kept replies. answered: ids of acknowledged requests. answers:
-    the answers to commands, by command id; None while the command waits or runs. missed_tokens: the
-    offset of the first undelivered token, by request id; the reply is sent instead if there is one.
-    missed_answers: ids of commands whose answer was not delivered.
-    """
+    Only its own methods change it.
+    identity: identity of the client's latest connection.
+    requests: unfinished requests and requests with a kept reply, by the client's request ids.
+    request_bytes: bytes of prompts and params of unfinished requests.
+    kept_bytes: bytes of kept replies.
+    answered: ids of acknowledged requests.
+    answers: answers to commands by command id; None while a command waits or runs.
+    missed_tokens: offset of the first undelivered token, by request id.
+    missed_answers: ids of commands whose answer was not delivered."""
 
     client_id: bytes
     identity: bytes
@@ -92,31 +94,30 @@ class ClientSession:
         self.last_seen = now
 
     def extend_lease(self, seconds: float) -> None:
-        """Lengthen the lease by the time in which the coordinator could receive nothing."""
         self.last_seen += seconds
 
     def move(self, identity: bytes) -> None:
-        """Use another connection. Marks all messages that the earlier one may have lost as
+        """Use another connection, and mark all messages to the earlier connection as
         undelivered."""
         self.identity = identity
         self.missed_answers = dict.fromkeys(self.answers)
         self.missed_tokens = dict.fromkeys(self.requests, 0)
 
     def leave(self) -> None:
-        """End the session: answers to commands that still run are not sent any more."""
+        """End the session. No further command answers are sent to the client."""
         self.has_left = True
 
     # ---- its requests, which RequestTable adds and ends
 
     def add(self, requests: Iterable[Request], num_bytes: int) -> None:
-        """Add the unfinished requests of one group with a prompt and params of `num_bytes`."""
+        """Add the unfinished requests of a group. `num_bytes` counts the group's prompt and
+        params."""
         for request in requests:
             self.requests[request.client_request_id] = request
             self.num_unfinished += 1
         self.request_bytes += num_bytes
 
     def finish_request(self) -> None:
-        """Lower the number of unfinished requests by one."""
         self.num_unfinished -= 1
 
     def finish_group(self, num_bytes: int) -> None:
@@ -124,11 +125,10 @@ class ClientSession:
         self.request_bytes -= num_bytes
 
     def count_kept_bytes(self, num_bytes: int) -> None:
-        """Add the bytes of a kept reply, or a negative number for a reply that is dropped."""
+        """Add the bytes of a kept reply. The number is negative for a dropped reply."""
         self.kept_bytes += num_bytes
 
     def remove(self, request: Request) -> None:
-        """Remove a request whose reply is not kept any more."""
         del self.requests[request.client_request_id]
 
     def acknowledge(self, request_id: int) -> None:
@@ -139,12 +139,11 @@ class ClientSession:
     # ---- its commands
 
     def begin_command(self, command_id: int) -> None:
-        """Record a command, so that it does not run again when it is repeated."""
+        """Record a command id, so that a repeated message does not run the command again."""
         self.answers[command_id] = None
 
     def keep_answer(self, command_id: int, answer: Ack | Nack, max_answers: int) -> None:
-        """Keep the answer to a command, and drop the oldest ones beyond `max_answers`. Commands
-        that wait or run keep their entry."""
+        """Keep the answer to a command, and drop the oldest answers beyond `max_answers`."""
         self.answers[command_id] = answer
         num_over = len(self.answers) - max_answers
         for old_id in list(self.answers)[: max(num_over, 0)]:
@@ -164,8 +163,8 @@ class ClientSession:
             self.missed_tokens[message.request_id] = min(offset, message.tokens.offset)
 
     def take_missed(self) -> tuple[list[Ack | Nack], dict[int, int]]:
-        """Remove and return the undelivered answers, and the offset of the first undelivered token
-        of each request that is not acknowledged yet."""
+        """Return the undelivered answers, and the first undelivered token's offset by request id.
+        Acknowledged requests are left out. Clears both records."""
         answers = [answer for i in self.missed_answers if (answer := self.answers.get(i))]
         tokens = {i: offset for i, offset in self.missed_tokens.items() if i in self.requests}
         self.missed_answers, self.missed_tokens = {}, {}
@@ -177,18 +176,21 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One registered engine. It gets requests and most commands once it `is_ready`. Only its own
-    methods change it.
+    """One registered engine. It gets requests and most commands only while `is_ready`.
 
-    session: the number of this registration, which its Credit names. max_held: the most requests
-    that it holds. num_granted: requests that it accepts; num_assigned: requests that it was sent;
-    both since it registered. last_seen: time of its last frame. progress_at: time when its step
-    count last rose, or when it had no work. requests: the requests assigned to it, oldest first.
-    last_chance_id: the id of a request that fails if this engine fails; no second such request runs
-    beside it. expected: the state and weights version of its RegisterAck. num_awaited: commands
-    that wait for its answer, each with its own deadline. acknowledged, aborted: attempts that the
-    next `take_queued` sends, in one message of each kind.
-    """
+    Only its own methods change it.
+    session: number of this registration, which the engine's Credit messages repeat.
+    max_held: most requests that are assigned to the engine at a time.
+    num_granted: requests that the engine accepts, counted since it registered.
+    num_assigned: requests that were sent to the engine, counted since it registered.
+    last_seen: time of the engine's last frame.
+    progress_at: time when the engine's step count last rose, or when it last had no work.
+    requests: requests assigned to the engine, oldest first.
+    last_chance_id: id of a request that fails if this engine fails. An engine has at most one.
+    expected: state and weights version that the RegisterAck named.
+    num_awaited: number of commands that wait for the engine's answer.
+    acknowledged: attempts whose replies have arrived, until `take_queued`.
+    aborted: attempts to abort, until `take_queued`."""
 
     engine_id: bytes
     identity: bytes
@@ -216,14 +218,13 @@ class EngineSession:
         self.last_seen = now
 
     def extend_lease(self, seconds: float) -> None:
-        """Lengthen lease and progress deadline by the time in which the coordinator could receive
-        nothing."""
+        """Lengthen the lease and the progress deadline."""
         self.last_seen += seconds
         self.progress_at += seconds
 
     def report(self, status: EngineStatus, now: float) -> None:
-        """Keep the status of a heartbeat. Until the engine is ready, the status says which weights
-        it serves."""
+        """Keep the status of a heartbeat. Until the engine is ready, also keep its weights
+        version."""
         before, self.status = self.status, status
         has_stepped = before is None or status.num_steps != before.num_steps
         if has_stepped or not self.is_stepping or not self.is_ready:
@@ -232,11 +233,10 @@ class EngineSession:
             self.weights_version = status.weights_version
 
     def begin_work(self, now: float) -> None:
-        """Make the engine ready. The time without a step counts from now on."""
+        """Make the engine ready. The time without a step counts from `now`."""
         self.is_ready, self.progress_at = True, now
 
     def end_work(self) -> None:
-        """Make the engine not ready, since it has left."""
         self.is_ready = False
 
     def serve(self, version: int) -> None:
@@ -244,39 +244,39 @@ class EngineSession:
         self.weights_version = version
 
     def begin_command(self) -> None:
-        """Count a command that may keep the engine from stepping until `end_command`."""
+        """Count a command that can keep the engine from stepping until `end_command`."""
         self.num_awaited += 1
 
     def end_command(self, now: float) -> None:
-        """Lower the count of `begin_command`. The time without a step counts from now on."""
+        """Undo `begin_command` after the engine's answer. The time without a step counts from
+        `now`."""
         self.num_awaited -= 1
         self.progress_at = now
 
     # ---- its requests, which RequestTable adds and removes
 
     def grant(self, credit: Credit) -> bool:
-        """Keep the number of requests that the engine accepts. Returns False for the credit of an
-        earlier registration, which may arrive late."""
+        """Keep the number of requests that the engine accepts. Returns False if the credit belongs
+        to an earlier registration."""
         if credit.session != self.session:
             return False
         self.num_granted = credit.num_granted
         return True
 
     def assign(self, request: Request) -> None:
-        """Add a request that is sent to the engine. It uses credit."""
+        """Add a request that is sent to the engine, and count it against the engine's credit."""
         self.num_assigned += 1
         self.requests[request.server_id] = request
 
     def reclaim(self, request: Request) -> None:
-        """Add a request that the engine has had since before it registered."""
+        """Add a request that the engine already had when it registered."""
         self.requests[request.server_id] = request
 
     def withdraw(self) -> None:
-        """Return the credit of an assignment that was not sent."""
+        """Undo the count of `assign` for a request that was not sent."""
         self.num_assigned -= 1
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has ended or goes to another engine."""
         del self.requests[request.server_id]
 
     def begin_last_chance(self, request: Request) -> None:
@@ -289,15 +289,15 @@ class EngineSession:
             self.last_chance_id = None
 
     def acknowledge(self, attempt: Attempt) -> None:
-        """Queue an attempt that the engine may drop, since its reply has arrived."""
+        """Queue an acknowledgement of the attempt's reply."""
         self.acknowledged.append(attempt)
 
     def abort(self, attempt: Attempt) -> None:
-        """Queue an attempt that the engine must abort."""
+        """Queue an abort of the attempt."""
         self.aborted.append(attempt)
 
     def take_queued(self) -> Sequence[ReplyAck | AbortRequest]:
-        """Remove the queued attempts, and return the messages about them."""
+        """Return the queued acknowledgements and aborts as messages, and clear both queues."""
         if not self.acknowledged and not self.aborted:
             return ()
         acknowledged, self.acknowledged = self.acknowledged, []
@@ -311,13 +311,13 @@ class EngineSession:
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine gets work and accepts another request."""
+        """Whether the engine is ready and accepts another request."""
         has_credit = self.num_granted > self.num_assigned
         return self.is_ready and has_credit and len(self.requests) < self.max_held
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the engine runs and has work, by its latest heartbeat."""
+        """Whether the engine runs and has work, according to its latest heartbeat."""
         status = self.status
         if status is None or status.state != EngineState.RUNNING.name:
             return False
@@ -325,7 +325,7 @@ class EngineSession:
 
     @property
     def longest_step_s(self) -> float:
-        """Seconds that the engine's longest step takes, by its latest heartbeat; 0 if unknown."""
+        """Seconds of the engine's longest step, according to its latest heartbeat; 0 if unknown."""
         return 0.0 if self.status is None else self.status.longest_step_s
 
     def __str__(self) -> str:
@@ -339,12 +339,11 @@ Session = ClientSession | EngineSession
 
 
 class TokenGapError(ProtocolError):
-    """A run begins after the last reported token."""
+    """Tokens between the known tokens and a new run are missing."""
 
 
 class TokenLog:
-    """Tokens from offset 0 of one request, as its engines reported them. Tokens are added, never
-    changed."""
+    """The tokens of one request from offset 0, as engines have reported them."""
 
     __slots__ = ("_num_tokens", "_runs", "num_bytes")
 
@@ -357,9 +356,9 @@ class TokenLog:
         return self._num_tokens
 
     def append(self, run: TokenRun) -> TokenRun | None:
-        """Add the tokens of `run` that are new. Returns them as a run, or None if there are none.
-        Raises TokenGapError if tokens before the run are missing, and ProtocolError if only some
-        runs have log-probs, ranks or top-n. The log is unchanged then."""
+        """Add the new tokens of `run`. Returns them as a run, or None if `run` has no new token.
+        Raises TokenGapError if tokens before `run` are missing. Raises ProtocolError if only some
+        runs have log-probs, ranks or top-n. Errors leave the log unchanged."""
         if run.offset > self._num_tokens:
             raise TokenGapError(f"tokens from {run.offset} on, but only {self._num_tokens} known")
         if run.end <= self._num_tokens:
@@ -376,7 +375,7 @@ class TokenLog:
         return new
 
     def whole(self) -> TokenRun | None:
-        """Return all tokens as one run from offset 0; None for an empty log."""
+        """Return all tokens as one run, or None for an empty log."""
         if len(self._runs) > 1:
             self._runs = [join_runs(self._runs)]
         return self._runs[0] if self._runs else None
@@ -387,19 +386,20 @@ def _absent_columns(run: TokenRun) -> tuple[bool, bool, bool]:
 
 
 def num_bytes_of(run: TokenRun) -> int:
-    """Return the number of bytes in a run's arrays."""
+    """Return the number of bytes in the arrays of `run`."""
     per_token = 20 + 4 * (run.log_probs is not None) + 4 * (run.ranks is not None)
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Samples of one prompt, which go to one rank.
+    """Samples of one prompt, which are assigned to one rank together.
 
-    prompt_tokens: int32 [n]. hashes: hashes of the prompt's whole blocks. Both are dropped once the
-    group has ended. num_bytes: bytes of prompt and params, as counted for its client. unfinished:
-    unfinished requests, by server id. waiting: unfinished requests without an engine.
-    """
+    prompt_tokens: int32 [n]; empty once all samples have ended.
+    hashes: hashes of the prompt's whole blocks; empty once all samples have ended.
+    num_bytes: bytes of prompt and params.
+    unfinished: unfinished requests by server id.
+    waiting: unfinished requests without an engine, by server id."""
 
     group_id: int
     prompt_tokens: npt.NDArray[np.int32]
@@ -413,17 +413,20 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request: it waits, is assigned while it has an `engine`, and has ended once there is a
-    `reply`, which is kept for its client. `server_id` is its id in messages to engines,
-    `client_request_id` its id in messages to the client.
+    """One sample of a client. It waits, then has an `engine`, and has ended once it has a `reply`.
 
-    num_tokens: the most prompt and new tokens, as routing counts them. attempt: the number of the
-    latest assignment; -1 before the first. last_engine_id: the engine of the latest assignment.
-    num_known: tokens that were reported before that assignment. lost_attempts: attempts whose
-    engine has failed, perhaps because of this request, since the request last made progress.
-    abort_error: the reason while the request is being aborted, else None. It becomes the error of
-    the reply if there is no record, or if the deadline passed (is_overdue).
-    """
+    server_id: id in messages to engines.
+    client_request_id: id in messages to the client.
+    num_tokens: most prompt and new tokens that the request can have.
+    attempt: number of the latest assignment to an engine; -1 before the first.
+    last_engine_id: engine of the latest assignment.
+    num_known: number of tokens that were reported before the latest assignment.
+    lost_attempts: attempts whose engine failed, perhaps because of this request. New tokens clear
+        it.
+    abort_error: error of the abort; None unless the request is being aborted. The reply has this
+        error if the engine sends no reply.
+    is_overdue: whether the deadline has passed. A failed reply then has `abort_error` as its
+        error."""
 
     server_id: int
     client: ClientSession
@@ -444,18 +447,18 @@ class Request:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the request can be assigned: it has no engine and has not ended."""
+        """Whether the request is unfinished and has no engine."""
         return self.server_id in self.group.waiting
 
     def current_attempt(self) -> Attempt:
-        """Return the name of the latest attempt, as engines know it."""
+        """Return the latest attempt, named by `server_id` as in messages to engines."""
         return Attempt(request_id=self.server_id, attempt=self.attempt)
 
 
 class RequestTable:
-    """All requests by server id, and all unfinished groups by group id. The only writer of a
-    request's phase and engine. Ids rise from 0 and are never reused. num_log_bytes: bytes of all
-    token logs."""
+    """All requests by server id, and all unfinished groups by group id. Only this class assigns and
+    ends requests. Ids rise from 0 and are never reused. num_log_bytes counts the bytes of all token
+    logs."""
 
     def __init__(self) -> None:
         self.requests: dict[int, Request] = {}
@@ -471,8 +474,8 @@ class RequestTable:
         hashes: list[int],
         num_tokens: Sequence[int],
     ) -> Group:
-        """Add these samples of a submission as waiting requests. Returns their group. `num_tokens`:
-        the most tokens of each sample, in order."""
+        """Add samples of a submission as waiting requests, and return their group. `num_tokens`
+        holds the most tokens of each sample, in the order of `samples`."""
         num_bytes = message.prompt_tokens.nbytes
         for sample in message.samples:
             num_bytes += len(sample.sampling_params)
@@ -503,7 +506,7 @@ class RequestTable:
         engine.assign(request)
 
     def reclaim(self, request: Request, engine: EngineSession) -> None:
-        """Give a waiting request back to the engine that has its latest attempt."""
+        """Assign a waiting request to the engine that has its latest attempt."""
         del request.group.waiting[request.server_id]
         request.engine = engine
         engine.reclaim(request)
@@ -514,18 +517,18 @@ class RequestTable:
         request.group.waiting[request.server_id] = request
 
     def finish(self, request: Request, reply: EngineReply) -> None:
-        """End an unfinished request with `reply`, which has the client's request id."""
+        """End an unfinished request with `reply`."""
         self._end(request)
         request.sampling_params = b""
         self.replace_reply(request, reply)
 
     def replace_reply(self, request: Request, reply: EngineReply) -> None:
-        """Keep `reply` in place of an earlier one."""
+        """Keep `reply` in place of an earlier reply."""
         request.client.count_kept_bytes(_kept_bytes(reply) - _kept_bytes(request.reply))
         request.reply = reply
 
     def remove(self, request: Request) -> None:
-        """Remove a request and its reply."""
+        """Remove a request and its reply. Ends the request if it is unfinished."""
         if request.reply is None:
             self._end(request)
         del self.requests[request.server_id]
@@ -533,7 +536,8 @@ class RequestTable:
         request.client.count_kept_bytes(-_kept_bytes(request.reply))
 
     def log_tokens(self, request: Request, run: TokenRun) -> TokenRun | None:
-        """Add new tokens to the request's log; see TokenLog.append."""
+        """Add new tokens to the request's log. Returns the new tokens as a run, or None if there
+        are none. Raises the errors of TokenLog.append."""
         before = request.log.num_bytes
         new = request.log.append(run)
         self.num_log_bytes += request.log.num_bytes - before
@@ -545,7 +549,7 @@ class RequestTable:
             request.engine = None
 
     def _end(self, request: Request) -> None:
-        """Remove an unfinished request from its engine and its group."""
+        """Remove an unfinished request from its engine and its group, and drop its token log."""
         group, client = request.group, request.client
         self._leave_engine(request)
         group.waiting.pop(request.server_id, None)

@@ -1,1 +1,1 @@
-"""The fleet's connections: ZeroMQ sockets, sessions over them, and the keys that peers need."""
+"""Connections of a fleet: ZeroMQ sockets, sessions over them, and CURVE keys."""

@@ -1,11 +1,11 @@
-"""A folder with the keys of a fleet: the coordinator's pair, its allow-list, a folder per peer.
+"""A folder with the CURVE keys of a fleet: create it, and read a coordinator's or a peer's keys.
 
     DIR/coordinator.key_secret, DIR/coordinator.key    stay with the coordinator
     DIR/allowed/NAME.key                               allow-list: a peer without a file is refused
     DIR/NAME/own.key_secret, own.key, coordinator.key  all that the hosts of the peer NAME need
 
-Whoever has a peer's folder can connect as that peer: protect it like a password. Used by the
-commands `rollout keys`, `coordinator`, `engine` and `top`, and by users' programs.
+Used by `rollout.cli.keys`, `rollout.cli.coordinator`, `rollout.cli.engine`, `rollout.cli.top` and
+users' programs. Whoever has a peer's folder can connect as that peer: protect it like a password.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT)) -> None:
-    """Make the folder, for its owner only, with a pair of keys for each of `peers`.
+    """Create a folder, for its owner only, with a key pair for the coordinator and for each of
+    `peers`.
 
-    In an existing folder the coordinator's pair stays, and the peers are added. Raises ConfigError
-    for a peer that has keys already or whose name cannot be a folder's, before it writes anything,
-    and if a file cannot be written.
-    """
+    An existing folder keeps its coordinator's pair and its peers. Raises ConfigError before
+    anything is written if a peer has keys already, or if a peer's name cannot be the name of a
+    folder. Raises ConfigError if a file cannot be written."""
     root = Path(folder)
     for peer in peers:
         if not _NAME.fullmatch(peer) or peer in (_COORDINATOR, _ALLOWED):
@@ -65,16 +65,16 @@ def create_key_folder(folder: str | Path, peers: Sequence[str] = (ENGINE, CLIENT
 
 
 def coordinator_keys(folder: str | Path) -> CurveServerKeys:
-    """Return the coordinator's keys in a folder that `create_key_folder` made. Raises ConfigError
-    if they cannot be read."""
+    """Return the coordinator's keys in a folder of `create_key_folder`. Raises ConfigError if they
+    cannot be read."""
     root = Path(folder).resolve()
     return server_keys_in(root / f"{_COORDINATOR}.key_secret", (), root / _ALLOWED)
 
 
 def peer_keys(folder: str | Path, peer: str) -> CurveKeys:
-    """Return the keys of `peer`. `folder`: the whole folder, or a copy of that peer's own folder
-    under any name. Raises ConfigError, with the names of the peers that it has, if it has no such
-    keys."""
+    """Return the keys of the peer named `peer`. `folder` is a folder of `create_key_folder`, or a
+    copy of the peer's own folder under any name. Raises ConfigError if the folder has no keys of
+    `peer`. The error names the peers that it has."""
     root = Path(folder)
     own = root if (root / f"{_OWN}.key_secret").exists() else root / peer
     if not (own / f"{_OWN}.key_secret").exists():

@@ -1,7 +1,8 @@
 """KeyGate: accepts connections of peers with a known CURVE key, and counts refused connections.
 
-Used by RouterSocket (`rollout.coordinator.net.sockets`) if the coordinator has keys. It changes
-options of that socket, runs a thread and counts in a `Refusals`.
+Used by `rollout.coordinator.net.sockets` if the coordinator has keys.
+`rollout.coordinator.coordinator` reads the Refusals. It sets options of the ROUTER socket and runs
+a thread.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ADDRESS, _ZAP_DOMAIN = "inproc://zeromq.zap.01", b"rollout"
 _MAX_LOGGED_KEYS = 64
-# libzmq stops reading a connection on which a frame was repeated or altered, and leaves it open if
-# a monitor was notified (its errno is overwritten). Unanswered pings end it then; its peer connects
-# again, at the latest when its lease has ended.
+# libzmq stops reading a connection on which a frame was repeated or altered. A notified monitor
+# overwrites the errno, and the connection stays open. Unanswered pings then end the connection, and
+# the peer connects again, at the latest when its lease has ended.
 PING_INTERVAL_MS, PING_TIMEOUT_MS = 10_000, 30_000
 
 
 @dataclass(slots=True)
 class Refusals:
-    """How many connections were refused since the gate was made, by reason.
+    """How many connections were refused, by reason.
 
-    num_unknown_keys: the peer's key is neither in the allow-list nor among the keys given to the
-    coordinator. num_without_keys: the peer does not use CURVE, or left before the handshake.
+    num_unknown_keys: the coordinator does not know the peer's key.
+    num_without_keys: the peer does not use CURVE, or left before the handshake.
     num_wrong_server_keys: the peer has the public key of another coordinator, or its first frames
-    were altered. num_replayed_frames: a frame arrived a second time; the connection is not read any
-    more. num_malformed: the bytes are no handshake, or one of an earlier connection.
-    """
+        were altered.
+    num_replayed_frames: a frame arrived twice. The connection is not read any more.
+    num_malformed: the bytes are no handshake, or the handshake of an earlier connection."""
 
     num_unknown_keys: int = 0
     num_without_keys: int = 0
@@ -64,12 +65,12 @@ _MALFORMED = "num_malformed", "it sent no handshake, or one of an earlier connec
 
 
 class KeyGate:
-    """Authenticates each connection to one ROUTER, in a thread that ends with the context.
+    """Authenticates each connection to one ROUTER socket, in a thread that ends with the ZeroMQ
+    context.
 
-    libzmq asks for each connection (ZAP, rfc.zeromq.org/spec/27), before any frame is received. The
-    socket's monitor reports handshakes that fail before that, and repeated frames. The first 64
-    unknown keys and each kind of other fault are logged once: the monitor names no peer.
-    """
+    libzmq asks the gate about each connection (ZAP, rfc.zeromq.org/spec/27) before it receives a
+    frame. The socket's monitor reports repeated frames, and handshakes that fail earlier. The first
+    64 unknown keys are logged once each, and so is each kind of other fault."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class KeyGate:
             self._watch.close(linger=0)
 
     def _answer(self, question: list[bytes]) -> None:
-        """Answer libzmq's ZAP request `question`: whether to accept a connection."""
+        """Answer libzmq's ZAP request `question`, which asks whether to accept a connection."""
         version, request_id, _, address, _, _, *keys = question
         is_known = len(keys) == 1 and self._is_known(keys[0])
         if not is_known:
@@ -148,8 +149,8 @@ def _serve_curve(socket: zmq.Socket[bytes], keys: CurveServerKeys) -> None:
 
 
 def _allow_list(keys: CurveServerKeys) -> Callable[[bytes], bool]:
-    """Return a function that says whether a key of 32 bytes is allowed. For each key that was not
-    given to the coordinator it reads the allow-list's folder again."""
+    """Return a function that tells whether a key of 32 bytes is allowed. The function reads the
+    allow-list's folder for each key that is not in `keys.clients`."""
     known = {z85.decode(key) for key in keys.clients}
     folder = keys.allow_list
 

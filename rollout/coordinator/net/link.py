@@ -1,8 +1,8 @@
-"""Link: the session of a client or an engine with the coordinator, kept by a thread of its own.
+"""Link: keeps the session of a client or an engine with the coordinator, in a thread.
 
-Used by `rollout.coordinator.client.inference_client` and, for engines,
-`rollout.apis.engine_process`. The link owns a ZeroMQ context and a socket. Its thread shares a
-Lease, an Inbox and an Outbox with the thread of its owner.
+Used by `rollout.coordinator.client.inference_client` for clients, and by
+`rollout.apis.engine_process` and `rollout.coordinator.agent.agent` for engines. A link owns a
+ZeroMQ context, a socket and a thread. The thread that uses the link is called the owner's thread.
 """
 
 from __future__ import annotations
@@ -59,23 +59,25 @@ _LINGER_MS = 500
 
 
 class Lease:
-    """The time until which the coordinator certainly keeps this peer's session. A lease starts when
-    the answered heartbeat was *sent*, so it ends here no later than at the coordinator. Times are
-    seconds of one monotonic clock. The link's thread alone writes; any thread may read `until`."""
+    """The time until which the coordinator certainly keeps this peer's session.
+
+    An answered heartbeat renews the lease from the time when the heartbeat was sent. So the lease
+    ends here no later than at the coordinator. Times are seconds of one monotonic clock. Only the
+    link's thread writes. Any thread may read `until`."""
 
     def __init__(self) -> None:
         self.until = -math.inf
         self._lease_s = 0.0
         self._sequence = 0
-        self._unanswered: dict[int, tuple[float, int]] = {}  # heartbeat -> when, how many frames
+        self._unanswered: dict[int, tuple[float, int]] = {}  # by sequence: time, frames sent
 
     def begin(self, lease_s: float, sent_at: float) -> None:
-        """Begin the lease of a handshake that was sent at `sent_at` and has been answered."""
+        """Begin a lease of `lease_s` seconds with a handshake that was sent at `sent_at`."""
         self._lease_s, self.until = lease_s, sent_at + lease_s
         self._unanswered.clear()
 
     def end(self) -> None:
-        """End the lease; only another handshake begins one."""
+        """End the lease. Only another handshake begins a new one."""
         self.until = -math.inf
         self._unanswered.clear()
 
@@ -86,16 +88,14 @@ class Lease:
         return self._sequence
 
     def answered(self, sequence: int, now: float) -> int:
-        """Renew the lease by the answer to a heartbeat. Returns how many frames had arrived before
-        that heartbeat, 0 if it is unknown or has been answered.
-
-        An answer after the end of the lease does not renew it: the coordinator may have ended the
-        session meanwhile.
-        """
+        """Renew the lease by the answer to the heartbeat `sequence`, unless the lease has ended.
+        Returns how many frames were sent before that heartbeat, or 0 if the heartbeat is unknown or
+        has been answered."""
         if sequence not in self._unanswered:
             return 0
         sent_at, num_sent = self._unanswered[sequence]
         self._unanswered = {s: sent for s, sent in self._unanswered.items() if s > sequence}
+        # After its end the coordinator may have ended the session.
         if now < self.until:
             self.until = max(self.until, sent_at + self._lease_s)
         return num_sent
@@ -104,9 +104,9 @@ class Lease:
 class Inbox:
     """Received messages for the owner. The link's thread calls `put`, the owner's `take_all`.
 
-    `on_news` is called when an empty inbox gets a message, and by `close`; `on_room` after messages
-    were taken from a full inbox. `max_messages`: the size that counts as full; None for no limit.
-    """
+    on_news: called when an empty inbox gets a message, and by `close`.
+    on_room: called after messages were taken from a full inbox.
+    max_messages: size that counts as full; None for no limit."""
 
     def __init__(
         self, max_messages: int | None, on_news: Callable[[], None], on_room: Callable[[], None]
@@ -122,11 +122,11 @@ class Inbox:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_all` would return messages or raise `end`."""
+        """Whether `take_all` returns messages or raises `end` without waiting."""
         return bool(self._messages) or self.end is not None
 
     def put(self, messages: Sequence[Message]) -> None:
-        """Add received messages, at least one, even to a full inbox."""
+        """Add received messages, at least one, even if the inbox is full."""
         with self._changed:
             was_empty = not self._messages
             self._messages.extend(messages)
@@ -135,9 +135,9 @@ class Inbox:
             self._on_news()
 
     def take_all(self, timeout_s: float) -> list[Message]:
-        """Return the messages of one session, after waiting up to `timeout_s` seconds for the
-        first; [] if none came. A session's first message is the first of a list. Raises `end` once
-        the inbox is closed and all messages have been taken."""
+        """Return the received messages, after waiting up to `timeout_s` seconds for the first one.
+        Returns [] if no message came. All messages of a list belong to one session. A session's
+        first message comes first in its list. Raises `end` once the inbox is closed and empty."""
         with self._changed:
             if timeout_s > 0.0:
                 self._changed.wait_for(lambda: self.has_news, timeout_s)
@@ -154,7 +154,7 @@ class Inbox:
         return taken
 
     def close(self, end: RolloutError) -> None:
-        """Make `take_all` raise `end` after the last message. The first call's `end` counts."""
+        """Make `take_all` raise `end` after the last message. Only the first call counts."""
         with self._changed:
             self.end = self.end or end
             self._changed.notify_all()
@@ -162,9 +162,9 @@ class Inbox:
 
 
 class Outbox:
-    """Frames for the coordinator, kept until they have certainly arrived. The owner's thread calls
-    `put`, `flush` and `num_kept`, any thread calls `close`, and the link's thread all else. `wake`
-    wakes the link's thread. `max_frames`: None for no limit."""
+    """Frames for the coordinator, kept until their arrival is confirmed. The owner's thread calls
+    `put`, `flush` and `num_kept`. Any thread calls `close`. The link's thread calls everything
+    else, and `wake` wakes it. `max_frames` is None for no limit."""
 
     def __init__(
         self, max_frames: int | None, max_frame_bytes: int, wake: Callable[[], object]
@@ -173,7 +173,7 @@ class Outbox:
         self._is_flush_due = False
         self._waiting: deque[bytes] = deque()
         self._sent: deque[bytes] = deque()
-        self._num_confirmed = 0  # of all that were ever sent
+        self._num_confirmed = 0  # frames, of all that were ever sent
         self._lock = threading.Lock()
         self._end: RolloutError | None = None
         self._is_lost = False
@@ -184,12 +184,12 @@ class Outbox:
 
     @property
     def num_sent(self) -> int:
-        """Number of frames sent so far, confirmed or not, over all connections."""
+        """Number of frames sent so far over all connections, confirmed or not."""
         return self._num_confirmed + len(self._sent)
 
     def put(self, frame: bytes) -> None:
-        """Queue a frame. Raises RolloutError if the queue is full or closed. Once the coordinator
-        is lost the frame is dropped."""
+        """Queue a frame, or drop it once the coordinator is lost. Raises RolloutError if the queue
+        is full or closed."""
         with self._lock:
             if self._end is not None:
                 raise self._end
@@ -204,13 +204,14 @@ class Outbox:
         self._is_flush_due = True
 
     def flush(self) -> None:
-        """Wake the link's thread if frames were put since the last call."""
+        """Wake the link's thread if frames were queued since the last call."""
         if self._is_flush_due:
             self._is_flush_due = False
             self._wake()
 
     def send_all(self, send: Callable[[bytes], bool]) -> None:
-        """Pass waiting frames to `send` in order, small ones as a Batch, until it returns False."""
+        """Pass waiting frames to `send` in order until it returns False. Small frames go as one
+        Batch."""
         while self._waiting:
             with self._lock:
                 waiting = list(self._waiting)
@@ -222,7 +223,7 @@ class Outbox:
                         self._sent.append(self._waiting.popleft())
 
     def confirm(self, num_sent: int) -> None:
-        """Drop the first `num_sent` of all frames ever sent: they have arrived."""
+        """Drop the first `num_sent` of all frames ever sent, because these frames have arrived."""
         with self._lock:
             while self._num_confirmed < num_sent:
                 self._sent.popleft()
@@ -251,27 +252,29 @@ class LinkClosedError(RolloutError):
 
 
 class Link:
-    """A peer's session with the coordinator. Its thread connects, sends the handshake, reconnects
-    after a lost connection, sends heartbeats, and moves messages between the socket and the owner.
-    A busy owner does not end the session.
+    """A peer's session with the coordinator, kept by a thread of its own.
 
-    handshake: returns the first message of each session: a client's Connect, an engine's Register.
-    status: returns the EngineStatus of each heartbeat; None makes this a client's link. The link's
-    thread calls both while the owner's thread may be in a step: they must neither wait for it nor
-    disturb it. on_news: the link's thread calls it when `receive` has something to return after it
-    had nothing; it must not block.
+    The link's thread connects, sends the handshake and heartbeats, and reconnects after a lost
+    connection. It moves messages between the socket and the owner. A busy owner does not end the
+    session. One thread calls `receive`, `queue`, `flush` and `may_step`. Any thread may call
+    `close`.
 
-    Messages wait while there is no session. After the next handshake the link sends messages again
-    that may have been lost with the connection: some arrive twice, none is missing. One thread
-    calls `receive`, `queue`, `flush` and `may_step`; any thread may call `close`. An engine must
-    call `receive` now and then: with a full inbox the link reads nothing, not even answers to
-    heartbeats.
+    handshake: returns the first message of each session: a client's Connect or an engine's
+        Register.
+    status: returns the EngineStatus for each heartbeat; None makes this a client's link.
+    on_news: called when `receive` has something to return after it had nothing. It must not block.
 
-    The link ends with a CoordinatorLostError when the coordinator disconnects, when another one is
-    at its address, or when it was unreachable for `give_up_s` seconds. A client's link ends
-    earlier: when the coordinator's process has ended, when it no longer knows the client, or when
-    it was unreachable for the client's lease.
-    """
+    The link's thread calls these three functions. `handshake` and `status` must not wait for the
+    owner's thread, which may be in a step.
+
+    Messages wait while there is no session. After the next handshake the link repeats messages that
+    may have been lost with the connection. So a message may arrive twice, but none is lost. An
+    engine must call `receive` now and then, because the link reads nothing while its inbox is full.
+
+    The link ends with CoordinatorLostError if the coordinator disconnects, if another coordinator
+    is at its address, or if it was unreachable for `give_up_s` seconds. A client's link ends
+    earlier: if the coordinator's process has ended, if it no longer knows the client, or if it was
+    unreachable for the client's lease."""
 
     def __init__(
         self,
@@ -286,7 +289,8 @@ class Link:
         give_up_s: float = GIVE_UP_S,
     ) -> None:
         """Start the thread, which connects. Raises ConfigError if `address` is not an address.
-        max_queued: messages that may wait in each direction; None for no limit."""
+        `max_queued` is the number of messages that may wait in each direction; None for no
+        limit."""
         self.address = address_of(address)
         self._handshake, self._status = handshake, status
         self._is_client = status is None
@@ -298,12 +302,12 @@ class Link:
         self.outbox = Outbox(max_queued, max_frame_bytes, self._waker.wake)
         self._lease = Lease()
         self._last_message: Disconnect | None = None
-        self._arrived: list[Message] = []  # not in the inbox yet
+        self._arrived: list[Message] = []  # received messages that are not in the inbox yet
         self._has_ended = False
         # ---- the session; `_num_sessions` counts sessions whose first message is in the inbox
         self.num_malformed = 0
         self.refusal: RolloutError | None = None
-        self._possible_fault = ""  # of a handshake that may have failed for its keys
+        self._possible_fault = ""  # why a handshake may have failed
         self._has_answer = threading.Event()  # a first answer to a handshake, or the end
         self._num_sessions = self._num_taken = 0
         self._is_in_session = False
@@ -342,7 +346,7 @@ class Link:
 
     def wait_registered(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds for the first session. Raises the coordinator's refusal,
-        or CoordinatorLostError without an answer; the link keeps trying in either case. Raises the
+        or CoordinatorLostError without an answer. The link keeps trying in either case. Raises the
         link's error if the link has ended."""
         self._has_answer.wait(timeout_s)
         if self.refusal is not None:
@@ -355,13 +359,13 @@ class Link:
             )
 
     def receive(self, timeout_s: float = 0.0) -> list[Message]:
-        """Return the messages that have arrived, after waiting up to `timeout_s` seconds for the
-        first one. A ConnectAck or RegisterAck is always the first of the list.
+        """Return the received messages, after waiting up to `timeout_s` seconds for the first one.
 
-        Clients also get EngineReply, EngineReplyPartial, Ack and Nack. Engines also get
-        AssignRequest, AbortRequest, ReplyAck, commands, Prepare, Commit and Rollback. The link
-        handles all others. A malformed message is replaced by the failure of each request or
-        command that it names: an EngineReply or a Nack, which an engine forwards.
+        A ConnectAck or RegisterAck always comes first in a list. Clients also get EngineReply,
+        EngineReplyPartial, Ack and Nack. Engines also get AssignRequest, AbortRequest, ReplyAck,
+        commands, Prepare, Commit and Rollback. The link handles all other messages. A malformed
+        message is replaced by an EngineReply for each request that it names, or by a Nack for the
+        command that it names.
 
         Once the link has ended and all messages have been returned, raises CoordinatorLostError,
         LinkClosedError, or another RolloutError if the link failed."""
@@ -371,30 +375,25 @@ class Link:
 
     @property
     def has_news(self) -> bool:
-        """Whether `receive` would return or raise something now. If not, `on_news` is called as
-        soon as it would."""
+        """Whether `receive` returns or raises something now. `on_news` is called when this becomes
+        True."""
         return self._inbox.has_news
 
     def queue(self, message: Message) -> None:
-        """Queue a message, which the next `flush` sends. The link's thread may send it earlier, if
-        it wakes for another reason. Once the coordinator is lost the message is dropped.
-
-        Raises ProtocolError if it cannot be sent, RolloutError if the queue is full, and
-        LinkClosedError after `close`."""
+        """Queue a message, which the next `flush` sends at the latest. Drops the message once the
+        coordinator is lost. Raises ProtocolError if the message cannot be sent, RolloutError if the
+        queue is full, and LinkClosedError after `close`."""
         self.outbox.put(encode(message, self._max_frame_bytes))
 
     def flush(self) -> None:
-        """Send the queued messages. Call it once per pass of the owner's loop: small messages are
-        sent together, and waking the link's thread takes the interpreter lock from the owner's."""
+        """Send the queued messages. Call it once per pass of the owner's loop."""
+        # Once per pass: waking the link's thread takes the interpreter lock from the owner's.
         self.outbox.flush()
 
     def may_step(self) -> bool:
-        """Return whether the engine may step now: its lease must be valid, even right after the
-        process stood still.
-
-        `receive` must have returned the latest RegisterAck, which names the attempts to keep. The
-        queue must be at most half full, since each step adds messages.
-        """
+        """Return whether the engine may step now. Its lease must be valid. `receive` must have
+        returned the latest RegisterAck, which names the attempts to keep. The queue must be at most
+        half full, since each step adds messages."""
         is_current = self._num_taken == self._num_sessions
         has_room = self._max_queued is None or self.outbox.num_kept <= self._max_queued // 2
         return is_current and has_room and time.monotonic() < self._lease.until
@@ -406,9 +405,9 @@ class Link:
         is_fault: bool = False,
         suspects: Sequence[Attempt] = (),
     ) -> None:
-        """Send the queued messages if there is a session, disconnect, and end the thread. A second
-        call does nothing. `is_fault`: the engine failed, perhaps because of `suspects`, the
-        attempts of its last step."""
+        """Send the queued messages if there is a session, disconnect, and end the thread.
+        `is_fault` tells that the engine failed, perhaps because of `suspects`, the attempts of its
+        last step. A second call does nothing."""
         closed = LinkClosedError(f"the link to {self.address} is closed")
         self.outbox.close(closed)
         self._inbox.close(closed)
@@ -440,7 +439,8 @@ class Link:
             self.context.term()
 
     def _run_once(self) -> None:
-        """Wait for a message, an event, the owner or a timer, and handle it."""
+        """Wait for a message, a connection event, the owner or a timer, and handle what has
+        come."""
         due_at = min(self._redial_at, self._give_up_at)
         if self._is_in_session:
             due_at = min(self._next_heartbeat, self._silent_at)
@@ -464,8 +464,8 @@ class Link:
 
     @property
     def _silent_at(self) -> float:
-        """Time in monotonic seconds at which to begin another session if nothing arrives. For a
-        client any message counts, not only answers to heartbeats, which may be late."""
+        """Monotonic time in seconds at which another session begins if nothing arrives."""
+        # For a client any message counts: answers to its heartbeats may be late.
         return self._received_at + self._lease_s if self._is_client else self._lease.until
 
     def _handle_timers(self, now: float) -> None:
@@ -509,8 +509,8 @@ class Link:
             self._give_up("its process has ended, connections are refused")
 
     def _handshake_failed(self, fault: str, *, is_certain: bool) -> None:
-        """Record a failed handshake; the link tries again. `is_certain`: a key is the cause for
-        certain, so `wait_registered` raises at once. Else it raises at its deadline, because the
+        """Record a failed handshake. The link tries again. If `is_certain`, a key is the cause, and
+        `wait_registered` raises at once. Otherwise it raises at its deadline, because the
         coordinator may have ended during the handshake."""
         if not is_certain:
             self._possible_fault = f" If it is: {fault}"
@@ -521,15 +521,15 @@ class Link:
 
     def _send_handshake(self) -> None:
         handshake = self._handshake()
-        require_valid(handshake)  # it has a user's values
+        require_valid(handshake)  # the handshake has a user's values
         self._dealer.send(encode(handshake, self._max_frame_bytes))
         self._handshake_sent_at = time.monotonic()
         self._redial_at = self._handshake_sent_at + _ANSWER_S
 
     def _begin_session(self, ack: ConnectAck | RegisterAck) -> None:
-        """Begin the session, if `ack` answers this connection's handshake and fits this peer."""
+        """Begin the session if `ack` answers this connection's handshake and fits this peer."""
         if self._handshake_sent_at is None or self._is_in_session:
-            return  # it answers no handshake of this session
+            return  # `ack` answers no handshake of this connection
         if isinstance(ack, ConnectAck) and ack.protocol_version != PROTOCOL_VERSION:
             spoken = f"{ack.protocol_version}, this process {PROTOCOL_VERSION}"
             self._refused(ProtocolVersionError(f"the coordinator speaks protocol {spoken}"))
@@ -553,7 +553,7 @@ class Link:
         _logger.debug("%s: session %d", self.address, self._num_sessions)
 
     def _end_session(self, why: str, now: float) -> None:
-        """End the session, queue its unconfirmed frames again, and connect again at once."""
+        """End the session, queue its unconfirmed frames again, and reconnect."""
         _logger.debug("coordinator at %s: %s", self.address, why)
         self._is_in_session = False
         self._dealer.close()
@@ -562,7 +562,7 @@ class Link:
         self._lost_at, self._give_up_at, self._redial_at = now, now + give_up_s, now
 
     def _refused(self, error: RolloutError) -> None:
-        """Handle a Nack: the coordinator does not know this peer, or refuses it."""
+        """Handle a Nack with which the coordinator refuses or no longer knows this peer."""
         now = time.monotonic()
         self._lease.end()
         if self._is_in_session:
@@ -619,7 +619,6 @@ class Link:
             _logger.warning("coordinator %s sent a malformed frame: %s", self.address, fault)
 
     def _deliver(self) -> None:
-        """Put the messages that have arrived into the inbox."""
         arrived, self._arrived = self._arrived, []
         if arrived:
             self._inbox.put(arrived)
@@ -640,4 +639,4 @@ class Link:
         elif type(message) in self._for_owner:
             self._arrived.append(message)
         else:
-            raise ProtocolError(f"{type(message).__name__} is no message for this peer")
+            raise ProtocolError(f"{type(message).__name__} is not a message for this peer")

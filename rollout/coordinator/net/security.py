@@ -1,8 +1,9 @@
-"""Access to a fleet: private socket addresses, and CURVE keys with their files.
+"""Access to a fleet: CURVE keys and their files, and private socket addresses.
 
-Used by the other modules of `rollout.coordinator.net`, and for their keys by the coordinator,
-InferenceClient, `rollout.apis` and `rollout.cli.top`. It creates key files, and creates and removes
-the directory of a private address. docs/security.md says when a fleet needs keys.
+Used by the other modules of `rollout.coordinator.net`. Keys are also used by
+`rollout.coordinator.coordinator`, `rollout.coordinator.client.inference_client`, `rollout.apis`,
+`rollout.cli.top` and users. It creates key files, and creates and removes the directory of a
+private address. docs/security.md says when a fleet needs keys.
 """
 
 from __future__ import annotations
@@ -39,12 +40,11 @@ HANDSHAKE_FAULTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveServerKeys:
-    """A coordinator's key pair, and the public keys of all clients and engines that may connect.
+    """A coordinator's key pair, and the public keys of all peers that may connect. Keys are in Z85.
 
-    clients: their public keys. An AsyncLLM adds the key of its own client and engines. allow_list:
-    a folder of *.key files with more public keys, or None. It is read for each new connection.
-    Removing a file does not end established connections.
-    """
+    clients: public keys of clients and engines. An AsyncLLM adds the key of its client and engines.
+    allow_list: folder of *.key files with more public keys, or None. It is read for each new
+        connection. Removing a file does not end established connections."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -59,13 +59,13 @@ class CurveServerKeys:
 
     @classmethod
     def made(cls) -> CurveServerKeys:
-        """Return a new key pair of a coordinator that accepts no client yet."""
+        """Return a new key pair of a coordinator that accepts no peer yet."""
         public, secret = zmq.curve_keypair()
         return cls(public=public, secret=secret, clients=frozenset())
 
     def with_client(self) -> tuple[CurveServerKeys, CurveKeys]:
-        """Create keys for one more client. Returns the server's keys, which accept that client, and
-        the client's keys."""
+        """Create keys for one more peer. Returns the coordinator's keys, which accept that peer,
+        and the peer's keys."""
         public, secret = zmq.curve_keypair()
         own = CurveKeys(server_public=self.public, public=public, secret=secret)
         return replace(self, clients=self.clients | {public}), own
@@ -73,7 +73,7 @@ class CurveServerKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
-    """A client's or engine's key pair, and the coordinator's public key."""
+    """A client's or engine's key pair, and the coordinator's public key. Keys are in Z85."""
 
     server_public: bytes
     public: bytes
@@ -98,11 +98,9 @@ def _require_key(key: bytes) -> None:
 
 
 def create_key_files(folder: str | Path, name: str) -> None:
-    """Create a key pair in two files of zmq.auth's format. `name.key` holds the public key,
-    `name.key_secret` both keys. Only this user can read `name.key_secret`.
-
-    Raises ConfigError if a file exists or cannot be written.
-    """
+    """Create a key pair in two files of zmq.auth's format. `name.key` holds the public key, and
+    `name.key_secret` both keys. Only this user can read `name.key_secret`. Raises ConfigError if a
+    file exists or cannot be written."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     text = f'metadata\ncurve\n    public-key = "{public}"\n'
     files = (
@@ -123,16 +121,17 @@ def create_key_files(folder: str | Path, name: str) -> None:
 
 
 def public_key_in(path: str | Path) -> bytes:
-    """Return the public key in a file of `create_key_files` or zmq.auth. Raises ConfigError if it
-    cannot be read."""
+    """Return the public key in a file of `create_key_files` or zmq.auth. Raises ConfigError if the
+    key cannot be read."""
     return _keys_in(path, is_secret=False)["public"]
 
 
 def server_keys_in(
     path: str | Path, clients: Iterable[str | Path], allow_list: Path | None = None
 ) -> CurveServerKeys:
-    """Return the coordinator's keys. `path`: the coordinator's secret file. `clients`: public files
-    of peers. Raises ConfigError for an unreadable file or a secret that others can read."""
+    """Return the coordinator's keys. `path` is the coordinator's secret file. `clients` are public
+    files of peers. Raises ConfigError for an unreadable file, or a secret file that other users can
+    read."""
     keys = _keys_in(path, is_secret=True)
     return CurveServerKeys(
         public=keys["public"],
@@ -143,8 +142,9 @@ def server_keys_in(
 
 
 def client_keys_in(path: str | Path, server: str | Path) -> CurveKeys:
-    """Return a peer's keys. `path`: the secret file of the client or engine. `server`: the
-    coordinator's public file. Raises ConfigError as `server_keys_in` does."""
+    """Return a peer's keys. `path` is the secret file of the client or engine. `server` is the
+    coordinator's public file. Raises ConfigError for an unreadable file, or a secret file that
+    other users can read."""
     return CurveKeys(server_public=public_key_in(server), **_keys_in(path, is_secret=True))
 
 
@@ -168,8 +168,8 @@ def _keys_in(path: str | Path, *, is_secret: bool) -> dict[str, bytes]:
 
 
 def handshake_fault(event: int) -> str | None:
-    """Return why a coordinator refused a handshake, by the monitor's event at the connecting peer's
-    socket. Returns None for an event that is not in HANDSHAKE_FAULTS."""
+    """Return why a coordinator refused a handshake, or None if `event` reports no refusal. `event`
+    comes from the socket monitor of the connecting peer."""
     if event == KEY_IS_UNKNOWN:
         return "it does not know the key of this peer: add the key to its allow-list"
     if event & HANDSHAKE_FAULTS:
@@ -181,11 +181,9 @@ def handshake_fault(event: int) -> str | None:
 
 
 def private_address() -> str:
-    """Return an ipc:// address in a new directory that only this user can enter.
-
-    It tries XDG_RUNTIME_DIR if that is set, the directory for temporary files, and /tmp. Raises
-    ConfigError if none can be written to, or all paths are too long for a socket.
-    """
+    """Return an ipc:// address in a new directory that only this user can enter. Tries
+    XDG_RUNTIME_DIR if it is set, the directory for temporary files, and /tmp. Raises ConfigError if
+    none of them can be written to, or all paths are too long for a socket."""
     tried = []
     for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
         if not parent:
@@ -207,16 +205,16 @@ def private_address() -> str:
 
 
 def remove_private_address(address: str) -> None:
-    """Remove the directory of an address that `private_address` made. Does nothing for any other
-    address, or if the directory is gone."""
+    """Remove the directory that `private_address` made. Ignores any other address."""
     folder, name = os.path.split(address.removeprefix("ipc://"))
     if name == _SOCKET and os.path.basename(folder).startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def require_safe(host: str, address: str, *, has_keys: bool, insecure: bool) -> None:
-    """Raise ConfigError if other machines can reach the IP address `address`, unless `has_keys` or
-    `insecure`. Without keys, log who can connect. `host`: name of the address in the message."""
+    """Raise ConfigError if other machines can reach `address`, unless `has_keys` or `insecure`.
+    `address` is an IP address, and `host` its name in the error message. Logs who can connect if
+    there are no keys."""
     if has_keys:
         return
     is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,8 +1,8 @@
-"""The ZeroMQ sockets of a fleet: the coordinator's RouterSocket, and the DealerSocket of each peer.
+"""The ZeroMQ sockets of a fleet: the coordinator's ROUTER and the DEALER of each peer.
 
-Used by `rollout.coordinator.coordinator` and `rollout.coordinator.net.link`; `address_of` also by
-`rollout.coordinator.client` and `rollout.apis.async_llm`. The sockets know frames, not messages.
-A frame may be a Batch: several frames in one, which `rollout.coordinator.protocol.codec` splits.
+Used by `rollout.coordinator.coordinator` and `rollout.coordinator.net.link`. `address_of` is also
+used by `rollout.coordinator.client.inference_client` and `rollout.apis.async_llm`. The sockets
+carry frames and do not decode messages. The module opens network and Unix sockets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollout.errors import ConfigError, ProtocolError
 
 class SelfPipe:
     """A pair of sockets that ends a poller's wait from another thread or a signal handler. Register
-    its `descriptor` with the poller. It is readable after a `wake` until the next `drain`."""
+    `descriptor` with the poller. The descriptor is readable after `wake` until the next `drain`."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -71,15 +71,14 @@ _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """Frames that wait for one slow peer, at least one, each with its number of messages."""
+    """Frames that wait for a slow peer, at least one, each with its number of messages."""
 
     frames: deque[tuple[bytes, int]] = field(default_factory=deque)
     num_messages: int = 0
 
 
 class RouterSocket:
-    """The coordinator's ROUTER socket, and its ZeroMQ context. `address`: the address to which
-    peers connect."""
+    """The coordinator's ROUTER socket, and its ZeroMQ context. Peers connect to `address`."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class RouterSocket:
         curve: CurveServerKeys | None = None,
         insecure: bool = False,
     ) -> None:
-        """Bind. `port`: None takes a free one. `host`: None makes a Unix socket that only processes
-        of this user can reach. Raises ConfigError if binding fails, or would be unsafe."""
+        """Bind the socket. Raises ConfigError if the socket cannot be bound or is unsafe. `port`
+        None takes a free port. `host` None makes a Unix socket that only this user can reach."""
         self._kept: dict[bytes, _Kept] = {}  # by identity
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -121,7 +120,7 @@ class RouterSocket:
 
     @property
     def refusals(self) -> Refusals:
-        """Number of refused connections by reason; zeros without keys."""
+        """Number of refused connections by reason. All are 0 without keys."""
         return Refusals() if self._gate is None else self._gate.refusals
 
     def _bind_private(self, port: int | None, advertise_host: str | None) -> None:
@@ -146,9 +145,9 @@ class RouterSocket:
             raise ConfigError(f"the coordinator cannot bind {address}: {fault}") from fault
 
     def receive(self, max_frames: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames` and the
-        rest of a Batch. A ZeroMQ message of several parts or an unreadable Batch yields one empty
-        frame, which is no message."""
+        """Yield (sender's identity, frame) for frames that have arrived, up to `max_frames`. All
+        frames of a Batch are yielded, even beyond `max_frames`. An unreadable Batch or a ZeroMQ
+        message of several parts yields one empty frame."""
         receive, num_left = self.socket.recv, max_frames
         while num_left > 0:
             try:
@@ -176,12 +175,12 @@ class RouterSocket:
         *,
         keeps: Callable[[bytes], bool],
     ) -> bool:
-        """Send a frame, or keep it for `flush`. Returns False, and does neither, if the peer is not
-        connected or too many messages wait for it.
+        """Send a frame, or keep it for `flush`.
 
-        `num_messages`: the number of messages in the frame, which may be a Batch. `keeps`: returns
-        whether frames for an identity are kept while the socket has no room for them.
-        """
+        Returns False if the peer is not connected, or if too many messages wait for it. The frame
+        is then neither sent nor kept. `num_messages` is the number of messages in the frame.
+        `keeps` returns whether frames for an identity are kept while the socket has no room for
+        them."""
         kept = self._kept.get(identity)
         if kept is None:
             fault = self._try(identity, frame)
@@ -195,8 +194,8 @@ class RouterSocket:
         return True
 
     def flush(self) -> None:
-        """Send kept frames while the socket has room. Frames for a peer that has disconnected are
-        dropped: the next `send` to it returns False."""
+        """Send kept frames while the socket has room. Kept frames of a peer that has disconnected
+        are dropped."""
         for identity, kept in list(self._kept.items()):
             fault = None
             while kept.frames and (fault := self._try(identity, kept.frames[0][0])) is None:
@@ -205,7 +204,7 @@ class RouterSocket:
                 del self._kept[identity]
 
     def _try(self, identity: bytes, frame: bytes) -> int | None:
-        """Send a frame. Returns None, or an errno in _UNREACHABLE if it was not sent."""
+        """Send a frame. Returns None, or an errno in _UNREACHABLE if the frame was not sent."""
         try:
             self.socket.send(identity, _MORE)
             self.socket.send(frame, _NOBLOCK)
@@ -216,8 +215,8 @@ class RouterSocket:
         return None
 
     def close(self) -> None:
-        """Close, after up to _LINGER_MS for waiting frames, and remove a private address. A second
-        call does nothing."""
+        """Close the socket, and remove the directory of a private address. Waits up to _LINGER_MS
+        for frames to be sent. A second call does nothing."""
         self.socket.close()
         self._context.term()
         remove_private_address(self.address)
@@ -227,8 +226,8 @@ class RouterSocket:
 
 
 def address_of(port_or_address: int | str) -> str:
-    """Return the address of a port on loopback. Returns a full tcp:// or ipc:// address unchanged.
-    Raises ConfigError for anything else."""
+    """Return the tcp:// address of a port on loopback, or a full tcp:// or ipc:// address
+    unchanged. Raises ConfigError for anything else."""
     if isinstance(port_or_address, str) and "://" in port_or_address:
         return port_or_address
     text = str(port_or_address)
@@ -246,8 +245,8 @@ REFUSED = zmq.EVENT_CLOSED
 
 
 class DealerSocket:
-    """One connection to a coordinator. It never reconnects: the next connection is another
-    DealerSocket. So each answer belongs to a message of the same connection."""
+    """One connection to a coordinator. It never reconnects, so each answer belongs to this
+    connection. Make another DealerSocket for the next connection."""
 
     def __init__(
         self,
@@ -277,8 +276,9 @@ class DealerSocket:
         self._poller.register(self._monitor, zmq.POLLIN)
 
     def wait(self, timeout_ms: int | None, *, for_messages: bool) -> tuple[bool, bool]:
-        """Wait for an event, for the waker, or for a message if `for_messages`. `timeout_ms`: None
-        waits for ever. Returns whether there are messages, and whether there are events."""
+        """Wait for a connection event, for `waker`, or for a message if `for_messages`.
+        `timeout_ms` None waits for ever. Returns whether there are messages, and whether there are
+        events."""
         if for_messages != self._is_listening and not self.socket.closed:
             self._poller.register(self.socket, zmq.POLLIN if for_messages else 0)
             self._is_listening = for_messages
@@ -288,15 +288,14 @@ class DealerSocket:
         return self.socket in ready, self._monitor in ready
 
     def events(self) -> Iterator[int]:
-        """Yield the monitor's events since the last call. Polling costs as much as receiving a
-        message: call it only if `wait` has reported events."""
+        """Yield the connection events since the last call."""
+        # Polling costs as much as receiving a message: call only if `wait` has reported events.
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame without waiting. Returns False only if the connection is lost and its event
-        has not arrived yet. The caller bounds how many frames are under way.
-        """
+        """Send a frame without waiting. Returns False if the connection is lost."""
+        # The send buffer has no limit: the caller bounds how many frames are under way.
         try:
             self.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -304,9 +303,8 @@ class DealerSocket:
         return True
 
     def receive(self) -> Sequence[bytes] | None:
-        """Return the next frame, or all frames of a Batch; None if nothing has arrived or the
-        connection is closed. Raises ProtocolError for a message of several parts.
-        """
+        """Return the next frame, or all frames of a Batch. Returns None if nothing has arrived or
+        the connection is closed. Raises ProtocolError for a ZeroMQ message of several parts."""
         try:
             parts = [] if self.socket.closed else self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -316,7 +314,7 @@ class DealerSocket:
         return frames_in(parts[0]) if parts else None
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; `wait` then only waits for the waker. A second call does nothing."""
+        """Close the socket. A later `wait` waits only for `waker`. A second call does nothing."""
         if not self.socket.closed:
             self.socket.disable_monitor()
             self._monitor.close()

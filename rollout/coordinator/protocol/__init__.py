@@ -1,1 +1,1 @@
-"""The wire protocol: messages and their encoding (docs/protocol.md)."""
+"""The wire protocol of a fleet: messages and their encoding (docs/protocol.md)."""

@@ -1,8 +1,8 @@
-"""Functions that encode and decode messages. Each message is one frame. A Batch is a frame that
-holds several frames.
+"""Functions that encode messages to frames and decode frames to messages.
 
-Used for every frame by `rollout.coordinator.net.link`, `rollout.coordinator.net.sockets`,
-`rollout.coordinator.coordinator` and `rollout.coordinator.core.core`. Keeps no state.
+Used by `rollout.coordinator.net.link`, `rollout.coordinator.net.sockets`,
+`rollout.coordinator.coordinator` and `rollout.coordinator.core.core`. Each message is one frame. A
+Batch is one frame that holds several frames. No state is kept.
 """
 
 from __future__ import annotations
@@ -48,32 +48,30 @@ _MAX_BATCH_BYTES = 2**17
 
 
 class ProtocolVersionError(ProtocolError):
-    """A handshake has another protocol version. The coordinator answers it by a Nack."""
+    """A Connect or Register has another protocol version. The coordinator answers with a Nack."""
 
 
 class _Handshake(msgspec.Struct, array_like=True):
-    """The first fields of a Connect or Register in every version."""
-
     header: int
     protocol_version: int
 
 
 class _NamedAttempt(msgspec.Struct, array_like=True):
-    """The first fields of a Sample."""
+    """First fields of a Sample."""
 
     request_id: Count
     attempt: Count = 0
 
 
 class _NamedSamples(msgspec.Struct, array_like=True):
-    """The first fields of a SubmitRequest or AssignRequest."""
+    """First fields of a SubmitRequest or AssignRequest."""
 
     header: int
     samples: Annotated[tuple[_NamedAttempt, ...], Meta(max_length=MAX_SAMPLES)]
 
 
 class _NamedReply(msgspec.Struct, array_like=True):
-    """The first fields of an EngineReply."""
+    """First fields of an EngineReply."""
 
     header: int
     request_id: Count
@@ -81,14 +79,14 @@ class _NamedReply(msgspec.Struct, array_like=True):
 
 
 class _NamedCommand(msgspec.Struct, array_like=True):
-    """The first fields of commands, their answers and the messages of a weight update."""
+    """First fields of commands, their answers and the messages of a weight update."""
 
     header: int
     command_id: Count
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag=Headers.BATCH.value):
-    """Frames for one peer, to be handled in this order as if each had arrived alone."""
+    """Frames for one peer. The peer handles them in order, as if each had arrived alone."""
 
     frames: Annotated[tuple[bytes, ...], Meta(max_length=MAX_BATCH_FRAMES)]
 
@@ -101,9 +99,9 @@ _command_decoder = msgspec.msgpack.Decoder(_NamedCommand)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
-    """Return the frame of `message`. Raises ProtocolError if msgpack cannot carry a value, or if
-    the frame is longer than `max_bytes` or, for an Ack, MAX_PLAIN_BYTES. Does not check types and
-    ranges of the fields: the receiver and `require_valid` do."""
+    """Return the frame of `message`. Types and ranges of its fields are not checked. Raises
+    ProtocolError if msgpack cannot carry a value, or if the frame is longer than `max_bytes`. An
+    Ack may not be longer than MAX_PLAIN_BYTES either."""
     name, num_allowed = type(message).__name__, max_bytes
     try:
         frame = pack(message)
@@ -117,17 +115,15 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> bytes:
 
 
 def require_valid(message: Message) -> None:
-    """Raise ProtocolError, naming the field, unless a receiver would accept `message`. Only
-    messages with a user's values need it. Takes as long as `encode` and `decode` together."""
+    """Raise ProtocolError, naming the field, if receivers refuse `message`. Only messages with a
+    user's values need this check."""
     decode(encode(message))
 
 
 def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) -> Message:
-    """Return the message in `frame`, which must not be a Batch. Its arrays are read-only.
-
-    Whatever the bytes are, raises nothing but ProtocolError, which names the fault, or its subclass
-    ProtocolVersionError for a Connect or Register of another version.
-    """
+    """Return the message in `frame`, which must not be a Batch. The message's arrays are read-only.
+    Raises ProtocolVersionError for a Connect or Register of another version. Raises ProtocolError
+    for all other malformed bytes."""
     if len(frame) > max_bytes:
         raise ProtocolError(f"{len(frame)} bytes, at most {max_bytes} are allowed")
     # A message has fewer than 16 fields, and a header is below 128: one byte each.
@@ -149,7 +145,7 @@ def decode(frame: bytes | memoryview, max_bytes: int = DEFAULT_MAX_FRAME_BYTES) 
 
 
 def _check_version(frame: bytes | memoryview) -> None:
-    """Raise ProtocolVersionError if a handshake's first field is not PROTOCOL_VERSION."""
+    """Raise ProtocolVersionError if the version in a handshake is not PROTOCOL_VERSION."""
     try:
         version = _handshake_decoder.decode(frame).protocol_version
     except FAULTS:
@@ -170,9 +166,9 @@ def _describe(cls: type[Message], fault: str) -> str:
 def failures_of(
     frame: bytes, fault: ProtocolError, accepted: Collection[type[Message]]
 ) -> Sequence[EngineReply | Nack]:
-    """Return the error `fault` as an answer to a malformed frame: an EngineReply for each request
-    that the frame names, or a Nack for the command that it names. Returns () if the frame names
-    neither, or has the header of a message that is not in `accepted`."""
+    """Return answers with the error `fault` to a malformed frame. The answers are an EngineReply
+    for each request that the frame names, or a Nack for the command that it names. Returns () if
+    the frame names neither, or if its message type is not in `accepted`."""
     decoder = _DECODERS.get(frame[1]) if len(frame) > 1 else None
     if decoder is None or decoder.type not in accepted:
         return ()
@@ -200,7 +196,7 @@ def failures_of(
 
 def frames_in(frame: bytes) -> Sequence[bytes]:
     """Return the frames of a Batch, or any other frame alone. Raises ProtocolError for an
-    unreadable Batch. `decode` refuses a Batch within a Batch."""
+    unreadable Batch."""
     if len(frame) < 2 or frame[1] != Headers.BATCH:
         return (frame,)
     try:
@@ -212,8 +208,7 @@ def frames_in(frame: bytes) -> Sequence[bytes]:
 def batched(
     frames: Sequence[bytes], max_bytes: int = DEFAULT_MAX_FRAME_BYTES
 ) -> Sequence[tuple[bytes, int]]:
-    """Join small frames to Batches. Returns the frames to send, in order, each with the number of
-    messages in it."""
+    """Join small frames into Batches, in order. Returns (frame, number of messages) pairs."""
     if len(frames) == 1:
         return [(frames[0], 1)]
     together: list[tuple[bytes, int]] = []

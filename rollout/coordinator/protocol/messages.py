@@ -1,11 +1,13 @@
-"""The messages between clients, the coordinator and engines. Each is sent as one msgpack array,
-[header, field, ...]; see docs/protocol.md. Used by the agent, client, core and net folders of
-`rollout.coordinator`.
+"""The messages between clients, the coordinator and engines.
 
-A request is named by (request_id, attempt) on both links. Between client and coordinator the id is
-the client's and the attempt is 0; between coordinator and engine the id is the coordinator's, and
-each assignment of the request is another attempt. The coordinator replaces this name in messages
-that it forwards. Times are durations in seconds, since no clock is shared.
+Used by `rollout.coordinator.agent`, `rollout.coordinator.client`, `rollout.coordinator.core`,
+`rollout.coordinator.net.link`, and the other modules of `rollout.coordinator.protocol`. Each
+message is sent as one msgpack array, [header, field, ...]: see docs/protocol.md.
+
+Messages name a request by (request_id, attempt). Between client and coordinator the client chooses
+the id, and the attempt is 0. Between coordinator and engine the coordinator chooses the id, and
+each assignment of the request is another attempt. The coordinator replaces the name in messages
+that it forwards. Times are durations in seconds, because peers share no clock.
 """
 
 from __future__ import annotations
@@ -99,12 +101,12 @@ class Attempt(WireData, frozen=True, kw_only=True):
 
 
 class Sample(WireData, frozen=True, kw_only=True):
-    """One request of a group. `sampling_params`: packed by `pack_params`, for the engine to read.
+    """One request of a group.
 
-    seed: chosen by the client; None for the seed in `sampling_params`, or without one a seed that
-    the engine derives. resumed: all tokens of earlier attempts, from offset 0; None for a fresh
-    request.
-    """
+    sampling_params: packed by `pack_params`. The coordinator reads only the token limits in them.
+    seed: seed that the client chose. None takes the seed in `sampling_params`. If that has none,
+        the engine derives a seed.
+    resumed: all tokens of earlier attempts, from offset 0; None for a new request."""
 
     request_id: Count
     attempt: Count = 0
@@ -128,10 +130,9 @@ def in_parts(attempts: Sequence[Attempt]) -> Iterator[tuple[Attempt, ...]]:
 
 
 class EngineStatus(WireData, frozen=True, kw_only=True):
-    """The state of an engine at a heartbeat. `num_steps` shows whether it makes progress.
+    """State of an engine at a heartbeat. A rising `num_steps` shows progress.
 
-    longest_step_s: estimated seconds of the largest possible step; 0 before a step was timed.
-    """
+    longest_step_s: estimated seconds of the engine's longest step; 0 before a step was timed."""
 
     state: Name
     num_steps: Count
@@ -142,7 +143,7 @@ class EngineStatus(WireData, frozen=True, kw_only=True):
 
 
 class WireError(WireData, frozen=True, kw_only=True):
-    """An error in a message. type_name: the name of its class, in rollout.errors or elsewhere."""
+    """An error in a message. `type_name` is the name of the error's class."""
 
     type_name: Name
     message: str | None
@@ -151,8 +152,8 @@ class WireError(WireData, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> WireError:
-        """Return `error` as a WireError, with the first part of a long message. Its type_name: the
-        nearest class in rollout.errors, a RemoteError's type name, or another error's class."""
+        """Return `error` as a WireError. A long message is cut. A subclass of a class in
+        `rollout.errors` is sent under the name of that class."""
         encoded = encode_error(error)
         if isinstance(error, RolloutError) and encoded["type"] == type(error).__name__:
             public = (base for base in type(error).__mro__ if base.__module__ == errors.__name__)
@@ -165,7 +166,7 @@ class WireError(WireData, frozen=True, kw_only=True):
         )
 
     def to_error(self) -> RolloutError:
-        """Return the error to raise; a class that is unknown here becomes a RemoteError."""
+        """Return the error to raise. An unknown class becomes a RemoteError."""
         encoded: dict[str, Any] = {
             "type": self.type_name,
             "message": self.message,
@@ -179,8 +180,10 @@ class WireError(WireData, frozen=True, kw_only=True):
 
 
 class Connect(Message, frozen=True, kw_only=True, tag=0):
-    """Client -> coordinator, the first message of a session. client_id: a uuid, the same after a
-    reconnect. name: for log messages."""
+    """Client -> coordinator: the first message of a session.
+
+    client_id: uuid that stays the same after a reconnect.
+    name: client's name in log messages."""
 
     protocol_version: Count = PROTOCOL_VERSION
     client_id: Uuid
@@ -190,12 +193,12 @@ class Connect(Message, frozen=True, kw_only=True, tag=0):
 class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
     """Coordinator -> client: the client is accepted.
 
-    state: name of the fleet's state. lease_s: seconds of silence after which the coordinator ends
-    the session. heartbeat_s: seconds between two heartbeats. answer_grace_s: seconds that the
-    answer to a request or command may come after the deadline. max_requests, max_request_bytes:
-    limits of one client's unfinished requests. is_resumed: the client was connected before, and its
-    requests are still known.
-    """
+    state: name of the fleet's state.
+    lease_s: seconds of silence after which the coordinator ends the session.
+    heartbeat_s: seconds between two heartbeats.
+    answer_grace_s: seconds after the deadline of a request or command in which an answer may come.
+    max_requests, max_request_bytes: limits of one client's unfinished requests.
+    is_resumed: whether the coordinator still knows the client and its requests."""
 
     protocol_version: Count = PROTOCOL_VERSION
     coordinator_id: Uuid
@@ -211,14 +214,15 @@ class ConnectAck(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Register(Message, frozen=True, kw_only=True, tag=73):
-    """Engine -> coordinator, the first message of a session.
+    """Engine -> coordinator: the first message of a session.
 
-    engine_id: a uuid, the same for the life of the process. state: name of the engine's state.
-    running: the attempts that the engine holds, including ended ones. prepared_command_id: the id
-    of a Prepare that the engine has voted yes to and that is undecided for it. The answer is a
-    RegisterAck with weights to fetch, or a RegisterAck and a Rollback. settings: the settings that
-    must be equal on all engines, as text by name.
-    """
+    engine_id: uuid that stays the same for the life of the process.
+    state: name of the engine's state.
+    running: attempts that the engine holds, including ended ones.
+    prepared_command_id: id of a Prepare that the engine has voted yes to, and that was neither
+        committed nor rolled back. The answer is then a RegisterAck with weights to fetch, or a
+        RegisterAck followed by a Rollback.
+    settings: settings that must be equal on all engines, as text by name."""
 
     protocol_version: Count = PROTOCOL_VERSION
     engine_id: Uuid
@@ -233,17 +237,18 @@ class Register(Message, frozen=True, kw_only=True, tag=73):
 
 
 class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
-    """Coordinator -> engine: the state to reach. The engine aborts all attempts that are not in
-    `keep`.
+    """Coordinator -> engine: the engine is accepted.
 
-    state: the state to enter before the engine gets work. lease_s: seconds after which an engine
-    stops stepping if no heartbeat was answered. heartbeat_s: seconds between two heartbeats.
-    report_interval_tokens: most tokens of a request between two reports (Progress). weights: where
-    to fetch the weights of `weights_version`; None if the engine has them, or waits for a push
-    because no copy of them is kept. session: the number of this registration, for the engine's
-    Credit. base_weights: the full weights below `weights` if that is an adapter; None if these are
-    the weights that engines start with.
-    """
+    state: name of the state that the engine must enter before it gets work.
+    lease_s: seconds without an answered heartbeat after which the engine stops stepping.
+    heartbeat_s: seconds between two heartbeats.
+    report_interval_tokens: most tokens of a request between two Progress messages.
+    weights: where to fetch the weights of `weights_version`; None if the engine has these weights,
+        or must wait for a push because no copy is kept.
+    keep: attempts that the engine keeps. The engine drops all other attempts.
+    session: number of this registration, which the engine's Credit messages repeat.
+    base_weights: full weights below `weights` if that is an adapter; None for the engines' initial
+        weights."""
 
     coordinator_id: Uuid
     state: Name
@@ -258,27 +263,33 @@ class RegisterAck(Message, frozen=True, kw_only=True, tag=74):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag=72):
-    """In both directions. The coordinator answers each one with the same `sequence` and no status.
-    The answer renews the lease from the time when the heartbeat was *sent*. Heartbeats that the
-    coordinator starts have the sequence 0 and get no answer. status: only engines send one."""
+    """Both directions: the sender is alive. Only engines send a `status`.
+
+    The coordinator answers each heartbeat with the same `sequence`. The answer renews the sender's
+    lease from the time when the heartbeat was sent. The coordinator also sends heartbeats of
+    sequence 0, which peers do not answer."""
 
     sequence: Count
     status: EngineStatus | None = None
 
 
 class Credit(Message, frozen=True, kw_only=True, tag=82):
-    """Engine -> coordinator: grants a number of requests, counted since the engine registered. The
-    number never falls. The engine's room is the granted minus the assigned number, even while
-    messages are in flight. session: the number in the engine's RegisterAck; the coordinator drops
-    credit of an earlier session."""
+    """Engine -> coordinator: the engine accepts `num_granted` requests, counted since it
+    registered.
+
+    `num_granted` never falls. The engine's room is `num_granted` minus the number of assigned
+    requests, even while messages are in flight. `session` is the number in the engine's
+    RegisterAck. The coordinator drops credit of an earlier session."""
 
     num_granted: Count
     session: Count = 0
 
 
 class Disconnect(Message, frozen=True, kw_only=True, tag=60):
-    """In both directions: the sender ends the session for `reason`. is_fault: the sender failed.
-    suspects: the attempts in its failed step; the failure counts only against their requests."""
+    """Both directions: the sender ends the session for `reason`.
+
+    is_fault: whether the sender failed.
+    suspects: attempts in the failed step. The failure counts only against their requests."""
 
     reason: Name = ""
     is_fault: bool = False
@@ -288,7 +299,7 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
     def because(
         cls, reason: str, *, is_fault: bool = False, suspects: Sequence[Attempt] = ()
     ) -> Disconnect:
-        """Return a Disconnect with the first part of a long reason."""
+        """Return a Disconnect. A long `reason` is cut."""
         text = utf8_text(reason)[:_MAX_REASON]
         return cls(reason=text, is_fault=is_fault, suspects=tuple(suspects))
 
@@ -297,12 +308,13 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 
 
 class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
-    """Client -> coordinator: samples of one prompt, which go to one engine. A request id that the
-    coordinator knows already is not accepted again.
+    """Client -> coordinator: samples of one prompt, which go to one engine.
 
-    prompt_tokens: int32 [n]. priority: higher first. deadline_s: seconds from arrival; None for no
-    limit. streaming: whether the client gets partial replies.
-    """
+    A known request id is not accepted again.
+    prompt_tokens: int32 [n].
+    priority: higher priorities come first.
+    deadline_s: seconds from arrival; None for no limit.
+    streaming: whether the client gets EngineReplyPartial messages."""
 
     samples: Samples
     prompt_tokens: TokenIds
@@ -319,7 +331,7 @@ class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
 
 
 class AssignRequest(Message, WithColumns, frozen=True, kw_only=True, tag=75):
-    """Coordinator -> engine: run these samples of one prompt. prompt_tokens: int32 [n]."""
+    """Coordinator -> engine: run these samples of one prompt. `prompt_tokens` are int32 [n]."""
 
     samples: Samples
     prompt_tokens: TokenIds
@@ -338,17 +350,17 @@ class EngineReplyPartial(Message, frozen=True, kw_only=True, tag=22):
 
 
 class Progress(Message, frozen=True, kw_only=True, tag=83):
-    """Engine -> coordinator: the new tokens of many attempts since the last report of each."""
+    """Engine -> coordinator: tokens of many attempts that were not reported before."""
 
     runs: TokenRuns
 
 
 class EngineReply(Message, frozen=True, kw_only=True, tag=21):
-    """Engine -> coordinator -> client: the end of a request. The sender keeps it until ReplyAck,
-    except the coordinator's refusal of a submission.
+    """Engine -> coordinator -> client: the end of a request.
 
-    record: packed by `pack_record`; None if there is only an `error`. is_failed: whether the
-    request's status is FAILED."""
+    The sender keeps the reply until it gets a ReplyAck. A refusal of a submission is not kept.
+    record: packed by `pack_record`; None if there is only an `error`.
+    is_failed: whether the request's status is FAILED."""
 
     request_id: Count
     attempt: Count = 0
@@ -369,14 +381,13 @@ class ReplyAck(Message, frozen=True, kw_only=True, tag=76):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True, tag=23):
-    """Client -> coordinator -> engine: abort these attempts. Each one that the receiver holds is
-    answered by its EngineReply."""
+    """Client -> coordinator -> engine: abort these attempts. The receiver answers each attempt that
+    it holds with an EngineReply."""
 
     attempts: Attempts
 
 
 def _check_names(message: str, samples: Sequence[Sample]) -> None:
-    """Raise ProtocolError if two samples have one request id."""
     if len(samples) == 1:
         return
     ids = [sample.request_id for sample in samples]
@@ -388,7 +399,7 @@ def _check_names(message: str, samples: Sequence[Sample]) -> None:
 
 
 class Ack(Message, frozen=True, kw_only=True, tag=70):
-    """The command `command_id` has run. As the answer to a Prepare: the vote yes."""
+    """The command `command_id` has run. As the answer to a Prepare, an Ack is the vote yes."""
 
     command_id: Count
     result: PlainMap | None = None
@@ -398,26 +409,24 @@ class Ack(Message, frozen=True, kw_only=True, tag=70):
 
 
 class Nack(Message, frozen=True, kw_only=True, tag=71):
-    """The command `command_id` is refused or has failed with `error`. As the answer to a Prepare:
-    the vote no.
-
-    Without an id: the peer is refused or no longer known, and must connect or register again.
-    """
+    """The command `command_id` was refused or failed with `error`. As the answer to a Prepare, a
+    Nack is the vote no. If `command_id` is None, the peer is refused or no longer known, and must
+    connect or register again."""
 
     command_id: Count | None
     error: WireError
 
 
 def nack_of(command_id: int | None, error: BaseException) -> Nack:
-    """Return the Nack of a command with this error, or the Nack of a peer if the id is None."""
+    """Return the Nack of a command with `error`, or the Nack of a peer if `command_id` is None."""
     return Nack(command_id=command_id, error=WireError.of(error))
 
 
 class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=True, tag=77):
-    """Client -> coordinator: commit `source` on all engines or none. Answered by Ack or Nack.
+    """Client -> coordinator: commit `source` on all engines or on none. Answered by Ack or Nack.
 
-    version: None means the current one + 1. in_flight: commit while engines run, between two steps.
-    """
+    version: None for the current version + 1.
+    in_flight: commit while engines run, between two steps."""
 
     transition = UPDATE_WEIGHTS
     source: WeightsSource
@@ -425,8 +434,8 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
     in_flight: bool = False
 
     def merged(self, results: FleetResults[WeightUpdateReport]) -> WeightUpdateReport:
-        """Return one report: the fleet's version and checksum, and the most bytes and longest times
-        of any engine."""
+        """Return one report with the fleet's version and checksum. The report's bytes and times are
+        the largest of any engine."""
         reports = results.by_rank.values()
         return WeightUpdateReport(
             version=results.weights_version,
@@ -439,7 +448,7 @@ class UpdateWeights(ControlMessage[WeightUpdateReport], frozen=True, kw_only=Tru
 
 class Prepare(Message, frozen=True, kw_only=True, tag=78):
     """Coordinator -> engine: stage and verify `source`, then vote by Ack or Nack. The served
-    weights do not change. A deadline that passes without a vote is the vote no."""
+    weights do not change. A deadline that passes without a vote counts as the vote no."""
 
     command_id: Count
     version: Version
@@ -449,8 +458,8 @@ class Prepare(Message, frozen=True, kw_only=True, tag=78):
 
 
 class Commit(Message, frozen=True, kw_only=True, tag=79):
-    """Coordinator -> engine: all engines have voted yes to the Prepare `command_id`; serve its
-    weights. Answered by Ack."""
+    """Coordinator -> engine: serve the weights of the Prepare `command_id`. Answered by Ack. The
+    coordinator sends it after all engines have voted yes."""
 
     command_id: Count
     version: Version
@@ -473,7 +482,7 @@ def _with_tags(base: type[Message]) -> Iterator[tuple[Headers, type[Message]]]:
 # Every message; the commands among them are rollout.control.commands.COMMANDS.
 MESSAGE_TYPES: Mapping[Headers, type[Message]] = MappingProxyType(dict(_with_tags(Message)))
 
-# The messages that a link delivers to a client or an engine. It handles the session's messages.
+# The messages that a link delivers to a client or an engine. The link handles all others.
 FOR_CLIENTS: frozenset[type[Message]] = frozenset({EngineReply, EngineReplyPartial, Ack, Nack})
 FOR_ENGINES: frozenset[type[Message]] = frozenset(
     {AssignRequest, AbortRequest, ReplyAck, Prepare, Commit, Rollback, *COMMANDS}

@@ -1,7 +1,8 @@
-"""Functions that pack sampling params and records. The coordinator forwards them without reading.
+"""Functions that convert sampling params and records to bytes of messages, and back.
 
-Used by `rollout.coordinator.agent.requests` and, for clients, by
-`rollout.coordinator.client.submission` and `rollout.coordinator.client.pending_requests`.
+Used by `rollout.coordinator.agent.requests` for engines. For clients, used by
+`rollout.coordinator.client.submission` and `rollout.coordinator.client.pending_requests`. The
+coordinator forwards these bytes, and reads only token limits. Converted params are cached.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ _MAX_CACHED_PARAMS, _MAX_CACHED_BYTES = 256, 4096
 
 @lru_cache(_MAX_CACHED_PARAMS)
 def pack_params(params: SamplingParams) -> bytes:
-    """Return `params` packed, for a Sample. Raises ProtocolError if msgpack cannot carry them."""
+    """Return `params` as bytes for a Sample. Raises ProtocolError if msgpack cannot carry a
+    value."""
     return pack(params.serialize())
 
 
 def unpack_params(packed: bytes) -> SamplingParams:
-    """Return the params that `pack_params` wrote. Raises ProtocolError if `packed` is malformed,
-    and InvalidRequestError, which names the value, if one is out of its range."""
+    """Return the params that `pack_params` packed. Raises ProtocolError if `packed` is malformed,
+    and InvalidRequestError, naming the value, if one is out of range."""
     return _cached_params(packed) if len(packed) <= _MAX_CACHED_BYTES else _params_in(packed)
 
 
@@ -60,8 +62,11 @@ class _Tensor(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One request of a record. fields: the packed map of its plain values. columns: its values per
-    token, as (dtype, bytes). tensors, top_n, sampling_params: the values that are in neither."""
+    """One request of a record.
+
+    fields: packed map of plain values.
+    columns: values per token as (dtype, bytes).
+    tensors: values that are tensors."""
 
     fields: msgspec.Raw
     columns: dict[ArrayField, tuple[ArrayType, bytes]]
@@ -80,10 +85,8 @@ _TENSOR_FIELDS = set(_Tensor.__struct_fields__)
 
 
 def pack_record(record: DynamicInferenceRequestRecord) -> bytes:
-    """Return `record` packed, for an EngineReply.
-
-    Raises ProtocolError if it has more plain values than `unpack_record` reads.
-    """
+    """Return `record` as bytes for an EngineReply. Raises ProtocolError if the record has more
+    plain values than `unpack_record` reads."""
     parts = zip(record.requests, record.serialize_apart(), strict=True)
     segments = [_packed(request, *own) for request, own in parts]
     _check_size(segments)
@@ -112,12 +115,11 @@ def _packed(
 
 
 def unpack_record(packed: bytes) -> DynamicInferenceRequestRecord:
-    """Return the record that `pack_record` wrote. Its request id is the one that the engine used.
+    """Return the record that `pack_record` packed, with the request id that the engine used.
 
-    Its values per token are views of `packed` until they are read as lists. Raises ProtocolError if
-    `packed` is malformed or has too many plain values, and another RolloutError, which names the
-    value, if one is illegal.
-    """
+    Values per token are views of `packed` until they are read as lists. Raises ProtocolError if
+    `packed` is malformed or has too many plain values. Raises another RolloutError, naming the
+    value, if one is illegal."""
     return _built(_unpacked, packed, "a record")
 
 
@@ -151,8 +153,8 @@ def _check_size(segments: Sequence[_Segment]) -> None:
 
 
 def _built(build: Callable[[U], T], encoded: U, what: str) -> T:
-    """Return `build(encoded)`. Raises a RolloutError unchanged, and ProtocolError, which names
-    `what`, for other errors that malformed bytes cause."""
+    """Return `build(encoded)`, and turn errors of malformed bytes into ProtocolError. A
+    RolloutError is raised unchanged. A ProtocolError names `what` was built."""
     try:
         return build(encoded)
     except RolloutError:
@@ -168,11 +170,9 @@ def resumed_record(
     *,
     priority: int,
 ) -> DynamicInferenceRequestRecord:
-    """Return the record of a request that has the tokens `sample.resumed` already, for
-    `Engine.add_record`.
-
-    Values that only its earlier engine knew, such as the times of its tokens, are missing.
-    """
+    """Return the record of a request that already has the tokens `sample.resumed`. The record is
+    for `Engine.add_record`. Values that only the earlier engine knew, such as token times, are
+    missing."""
     run = sample.resumed
     assert run is not None
     return DynamicInferenceRequestRecord.from_request(

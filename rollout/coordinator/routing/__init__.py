@@ -1,1 +1,1 @@
-"""Routing policies: which engine gets which request, by load and by assigned prefixes."""
+"""Routing policies choose the engine of each request, by load and by assigned prefixes."""

@@ -1,8 +1,8 @@
-"""Routing policies, which choose the engine (data-parallel rank) of a request.
+"""Routing policies, which choose the engine (data-parallel rank) of each request.
 
-Called by `rollout.coordinator.core.dispatcher`. Made by `rollout.coordinator.coordinator`, found by
-name in `rollout.apis.fleet_processes`. Users add their own with `register_policy`. A policy keeps
-its own counts in memory, and uses no socket, clock or thread.
+Used by `rollout.coordinator.core.dispatcher`, which calls a policy, by
+`rollout.coordinator.coordinator`, which makes it, and by `rollout.apis.fleet_processes`
+(`find_policy`). Users add policies with `register_policy`. A policy keeps its counts in memory.
 """
 
 from __future__ import annotations
@@ -22,56 +22,59 @@ from rollout.errors import ConfigError
 
 @runtime_checkable
 class RoutingPolicy(Protocol):
-    """Chooses ranks. Its other methods report events; a subclass need not override them.
+    """Protocol of a routing policy. Subclasses override `choose`, and the events that they need.
 
-    Ranks are small integers. `hashes`: compute_block_hashes_batched of the prompt, [] for a prompt
-    shorter than a block. The same calls must give the same choices. The coordinator waits for each
-    call: no method may block, or take longer the more requests the policy has seen.
-    """
+    Ranks are small integers. `hashes` is compute_block_hashes_batched of the prompt, or [] for a
+    prompt shorter than one block. The same calls must give the same choices. The coordinator waits
+    for each call, so no method may block, or become slower with the number of requests it has
+    seen."""
 
     def rank_joined(self, rank: int) -> None:
         """Add a rank that accepts requests from now on. It has no cached block and no request."""
 
     def rank_left(self, rank: int) -> None:
-        """Remove a rank that accepts no more requests. Its blocks are gone. Its unfinished requests
-        are assigned again, and never reported as finished on this rank."""
+        """Remove a rank and its cached blocks. The rank's unfinished requests are assigned again,
+        and never reported as finished on this rank."""
 
     def cache_dropped(self, rank: int) -> None:
-        """Drop the rank's cached blocks: it serves other weights now, or has released its KV
+        """Drop the rank's cached blocks. The rank serves other weights now, or has released its KV
         memory."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """Return the rank, one of `ranks`, for samples of a prompt with these blocks. `ranks`: the
-        ranks with room. `num_tokens`: as in `assigned`, summed over the samples."""
+        """Return the rank, one of `ranks`, for the samples of a prompt with these block hashes.
+        `ranks` holds the ranks with room. `num_tokens` is the sum of the samples' `num_tokens` in
+        `assigned`."""
 
     def assigned(self, rank: int, hashes: Sequence[int], num_tokens: int) -> None:
-        """Record that the rank got a request with these blocks. `num_tokens`: the most prompt and
-        new tokens that it can have. Called once per request, even within a group."""
+        """Record that the rank got one request with these block hashes. `num_tokens` is the most
+        prompt and new tokens that the request can have. The coordinator calls this method once per
+        sample of a group."""
 
     def finished(self, rank: int, num_tokens: int) -> None:
-        """Record that a request, which the rank got with `num_tokens`, completed, failed or was
-        aborted."""
+        """Record that a request of the rank completed, failed or was aborted. `num_tokens` is the
+        same as in `assigned`."""
 
 
 class RoundRobinPolicy(RoutingPolicy):
-    """Chooses ranks in turn, by number. Prefix policies do so for prompts without a match."""
+    """Chooses ranks in turn, by number."""
 
     def __init__(self) -> None:
         self._previous = -1
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
-        """Return the next rank above the previous one; after the highest, the lowest."""
+        """Return the next higher rank than the previous choice, or the lowest rank after the
+        highest."""
         self._previous = min([r for r in ranks if r > self._previous] or ranks)
         return self._previous
 
 
 class LongestPrefixPolicy(RoundRobinPolicy):
-    """Chooses the rank that was assigned the longest prefix of the prompt; of several ranks, the
-    latest one. Chooses ranks in turn if there is no such rank or it has no room.
+    """Chooses the rank that was assigned the longest prefix of the prompt.
 
-    Remembers at most `max_rows` pairs of block and rank. Load does not matter: requests that share
-    only their first block still go to one rank.
-    """
+    The latest such rank is chosen if there are several. Ranks are chosen in turn if no rank has a
+    prefix, or if the rank with the prefix has no room. The policy remembers at most `max_rows`
+    pairs of block and rank. Load does not matter, so requests that share only their first block go
+    to one rank."""
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class LongestPrefixPolicy(RoundRobinPolicy):
 
 
 class FirstPrefixBlockPolicy(LongestPrefixPolicy):
-    """Chooses the rank that was last assigned the prompt's first block. Keeps first blocks only."""
+    """Chooses the rank that was last assigned the prompt's first block."""
 
     def choose(self, hashes: Sequence[int], ranks: AbstractSet[int], num_tokens: int) -> int:
         return super().choose(hashes[:1], ranks, num_tokens)
@@ -110,13 +113,14 @@ class FirstPrefixBlockPolicy(LongestPrefixPolicy):
 
 
 class LoadBalancedPolicy(LongestPrefixPolicy):
-    """Chooses the rank that was assigned the longest prefix of the prompt, unless its load exceeds
-    the bound. Else chooses the rank with the least load; of several, the one assigned last.
+    """Chooses the rank with the longest prefix of the prompt, unless the rank's load exceeds a
+    bound.
 
-    The load is the number of outstanding tokens or requests. The prefix's rank may have a load of
-    at most `max_imbalance` times the least load plus the load to assign. Prompts that share only a
-    template spread over the ranks, and prompts that share more go where their blocks are.
-    """
+    Above the bound, or without such a rank, it chooses the rank with the least load. The rank
+    assigned last is chosen if several have the least load. The load is the number of outstanding
+    tokens or requests, by `load_unit`. The bound is `max_imbalance` times the least load, plus the
+    load of the new samples. Prompts that share only a template spread over the ranks. Prompts that
+    share more go to the rank that was assigned their blocks."""
 
     def __init__(
         self,
@@ -181,8 +185,8 @@ _FACTORIES: dict[str, PolicyFactory] = {
 
 def register_policy(name: str) -> Callable[[_F], _F]:
     """Return a decorator that registers a class or factory of a RoutingPolicy under `name`. Raises
-    ConfigError if another policy has the name, or if the name is empty or has a colon, which marks
-    a path."""
+    ConfigError if another policy has the name, if the name is empty, or if it contains ":", which
+    marks a path."""
     if not name or ":" in name:
         raise ConfigError(f"the policy name {name!r} must not be empty or have a colon")
 
@@ -199,10 +203,9 @@ def register_policy(name: str) -> Callable[[_F], _F]:
 def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
     """Return the factory of the policy with this name or path "package.module:Class".
 
-    A name is known only in processes that imported its module. For another process, find the
-    factory here and send it: a class pickles as its module and name. Raises ConfigError for an
-    unknown name.
-    """
+    A name is known only in processes that have imported the module that registers it. For another
+    process, find the factory here and send it: a class pickles as its module and name. Raises
+    ConfigError if the name is unknown or the path cannot be imported."""
     name = name.value if isinstance(name, Enum) else name
     module_name, colon, attribute = name.partition(":")
     if not colon:
@@ -226,8 +229,8 @@ def find_policy(name: str | PrefixCachingCoordinatorPolicy) -> PolicyFactory:
 def make_policy(
     policy: str | PrefixCachingCoordinatorPolicy | PolicyFactory, **options: Any
 ) -> RoutingPolicy:
-    """Return a new policy of this name, path or factory. `options`: the factory's keyword
-    arguments. Raises ConfigError if the policy is unknown, takes other options, or lacks a
+    """Return a new policy of this name, path or factory, called with the keyword arguments
+    `options`. Raises ConfigError if the policy is unknown, takes other options, or lacks a
     method."""
     factory = find_policy(policy) if isinstance(policy, str) else policy
     try:

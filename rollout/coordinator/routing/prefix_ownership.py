@@ -1,8 +1,8 @@
-"""PrefixOwnership: the ranks that each prompt block was assigned to, in bounded memory.
+"""PrefixOwnership: remembers which ranks were assigned which prompt blocks, in bounded memory.
 
-It remembers assignments, not caches: a rank may have evicted a block, or not have computed it yet.
-A wrong row costs a prefill, never a wrong token: an engine finds its blocks by its own keys. Used
-by `rollout.coordinator.routing.policies`.
+Used by `rollout.coordinator.routing.policies`. A rank that owns a block may have evicted it, or not
+have computed it yet. The rank then computes the block. Tokens are right in any case, because an
+engine finds its cached blocks by its own keys.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ SWEEP_RATE = 2
 
 
 class PrefixOwnership:
-    """A table of block hash -> the ranks that own the block, the latest one first.
+    """A table from block hashes to the ranks that own the block, latest rank first.
 
-    A row is one (hash, rank); between calls there are at most `max_rows`. Beyond that, the least
-    recently assigned blocks are removed with all their ranks. A lookup or assignment of a block
-    takes a few dict operations, whatever the number of rows and ranks (amortized).
+    A row is one pair (hash, rank). There are at most `max_rows` rows between calls. Above that, the
+    least recently assigned blocks are removed with all their ranks. Each operation on one block
+    takes amortized constant time.
 
-    A rank's rows belong to its tenure, which ends when the rank leaves or drops its blocks. Rows of
-    ended tenures are dead. They are removed when a lookup finds them, when they are the oldest, or
-    when one block has many of them.
-    """
+    Removing a rank leaves its rows behind as dead rows. A dead row is removed when a lookup finds
+    it, when it is the oldest row, or when its block has many dead rows."""
 
     def __init__(self, max_rows: int = DEFAULT_MAX_ROWS) -> None:
         self.max_rows = max_rows
         # Values are plain integers, which the garbage collector does not visit.
         self._latest: OrderedDict[int, int] = OrderedDict()  # hash -> tenure, oldest use first
         self._earlier: dict[int, dict[int, None]] = {}  # hash -> other tenures, last one latest
+        # A rank's tenure ends when the rank is removed or dropped, which makes its rows dead.
         self._tenure_of_rank: dict[int, int] = {}
         self._rank_of_tenure: dict[int, int] = {}  # living tenures only
         self._num_tenures = 0
@@ -45,23 +44,22 @@ class PrefixOwnership:
         return self._num_rows
 
     def add_rank(self, rank: int) -> None:
-        """Add a rank that owns no block yet."""
         assert rank not in self._tenure_of_rank, f"rank {rank} is there already"
         self._tenure_of_rank[rank] = self._num_tenures
         self._rank_of_tenure[self._num_tenures] = rank
         self._num_tenures += 1
 
     def remove_rank(self, rank: int) -> None:
-        """Remove the rank with all its blocks. Constant time."""
+        """Remove the rank with all its blocks, in constant time."""
         del self._rank_of_tenure[self._tenure_of_rank.pop(rank)]
 
     def drop_rank(self, rank: int) -> None:
-        """Remove all blocks of the rank. Constant time."""
+        """Remove all blocks of the rank, in constant time. The rank stays."""
         self.remove_rank(rank)
         self.add_rank(rank)
 
     def latest_owner(self, block_hash: int) -> int | None:
-        """Return the latest rank that owns this block; None without an owner. Removes dead rows."""
+        """Return the latest rank that owns this block, or None. Removes dead rows of the block."""
         while (tenure := self._latest.get(block_hash)) is not None:
             rank = self._rank_of_tenure.get(tenure)
             if rank is not None:
@@ -70,10 +68,8 @@ class PrefixOwnership:
         return None
 
     def longest_match_owner(self, hashes: Sequence[int]) -> int | None:
-        """Return the latest owner of the deepest owned block of a prompt; None without one.
-
-        Hashes are chained to their parents: the deepest block stands for all blocks before it.
-        """
+        """Return the latest owner of the longest owned prefix of a prompt, or None."""
+        # Hashes are chained to their parents: a block stands for all blocks before it.
         for block_hash in reversed(hashes):
             rank = self.latest_owner(block_hash)
             if rank is not None:
@@ -96,7 +92,6 @@ class PrefixOwnership:
         self._evict(SWEEP_RATE * len(hashes))
 
     def _supersede(self, block_hash: int, previous: int, tenure: int) -> None:
-        """Put `tenure` before `previous`, which was the latest tenure of this block."""
         if tenure in self._earlier.get(block_hash, ()):
             self._drop_earlier(block_hash, tenure)
         self._latest[block_hash] = tenure
@@ -109,7 +104,7 @@ class PrefixOwnership:
                 self._drop_dead(block_hash)
 
     def _drop_latest(self, block_hash: int) -> None:
-        """Drop the latest row of a block; the row before it, if any, becomes the latest."""
+        """Drop the latest row of a block. The row before it becomes the latest."""
         earlier = self._earlier.get(block_hash)
         if earlier:
             tenure, _ = earlier.popitem()
@@ -128,15 +123,15 @@ class PrefixOwnership:
         self._num_rows -= 1
 
     def _drop_dead(self, block_hash: int) -> None:
-        """Drop the earlier dead rows of a block that is used too often to become the oldest one."""
+        """Drop the dead rows of a block, except its latest row."""
         earlier = self._earlier[block_hash]
         living = {tenure: None for tenure in earlier if tenure in self._rank_of_tenure}
         self._earlier[block_hash] = living
         self._num_rows -= len(earlier) - len(living)
 
     def _evict(self, num_swept: int) -> None:
-        """Drop the oldest blocks above the bound, then up to `num_swept` of the oldest rows if they
-        are dead."""
+        """Drop the oldest blocks above `max_rows`. Then drop up to `num_swept` of the oldest rows
+        while they are dead."""
         while self._num_rows > self.max_rows:
             block_hash, _ = self._latest.popitem(last=False)
             self._num_rows -= 1 + len(self._earlier.pop(block_hash, ()))

@@ -1,6 +1,7 @@
-"""ScheduleRecorder: writes the routing decisions of a run as one JSON file.
+"""ScheduleRecorder: writes the routing decisions of a run to one JSON file.
 
-Made and closed by `rollout.coordinator.coordinator`; `rollout.coordinator.core.dispatcher` records.
+Made and closed by `rollout.coordinator.coordinator`. `rollout.coordinator.core.dispatcher` records
+each decision. The file is written when the recorder is closed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _logger = logging.getLogger(__name__)
 
 
 class ScheduleRecorder:
-    """Writes {policy, data_parallel_size, num_requests, records: [{request_id, rank_index,
-    num_hashes}]} to `path` when it is closed; until then `path` stays as it was.
+    """Keeps assignments of requests to ranks in memory, and writes them to `path` when it is
+    closed.
 
-    A record is one assignment: a request that was assigned again, to another rank, has two. Raises
-    ConfigError if `path` is a folder or its folder cannot be written to. A later fault, such as a
-    full disk, is logged, and no file is written.
-    """
+    The file has the form {policy, data_parallel_size, num_requests, records: [{request_id,
+    rank_index, num_hashes}]}. There is one record per assignment, so a request that was assigned
+    twice has two. Raises ConfigError if `path` is a folder or cannot be written. A fault while
+    writing is logged, and no file is written."""
 
     def __init__(self, path: str | Path, policy: str, data_parallel_size: int) -> None:
         self._path = Path(path)
@@ -39,12 +40,12 @@ class ScheduleRecorder:
             )
 
     def record(self, request_id: int, rank_index: int, num_hashes: int) -> None:
-        """Add one assignment, unless closed."""
+        """Add one assignment, unless the recorder is closed."""
         if not self._is_closed:
             self._numbers.extend((request_id, rank_index, num_hashes))
 
     def close(self) -> None:
-        """Write the file, which replaces an older one atomically. A second call does nothing."""
+        """Write the file. An older file is replaced atomically. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,7 +1,8 @@
-"""Weight transports by name: makes the trainer's transport, and fetches pushes for an engine.
+"""Weight transports by name: creates the trainer's transport, and fetches pushes for an engine.
 
-`rollout.apis.weight_push` calls `transport_of`. `rollout.apis.engine_process` makes a
-WeightFetcher, which the engine's agent calls."""
+`rollout.apis.weight_push` calls `transport_of`. `rollout.apis.engine_process` creates a
+WeightFetcher, which the engine's agent (`rollout.coordinator.agent`) calls.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ def transport_of(
 ) -> WeightTransport:
     """Return the transport with the name `named`. A WeightTransport is returned itself.
 
-    Names are "shared" (also None), "directory:PATH", "collective", "collective:HOST" and
-    "cuda_ipc". All except "shared" may have the prefix "delta+". "ENGINE:NAME" is a transport of
-    the package with this engine, such as "vllm:nccl"; it needs `engine`, the name of the fleet's
-    engines, unless that is None (unknown). `own_host` returns the host at which engines reach this
-    machine; it is called for a transport that needs one and names none. Raises ConfigError for any
-    other name, and if the transport cannot be created.
+    Names are "shared" (the default if `named` is None), "directory:PATH", "collective",
+    "collective:HOST" and "cuda_ipc". All names except "shared" can have the prefix "delta+".
+    "ENGINE:NAME" is a transport of the package with this engine, such as "vllm:nccl". `engine` is
+    the name of the fleet's engines; None if it is unknown. `own_host` returns the host at which
+    engines reach this machine, for a transport that needs one and names none. Raises ConfigError
+    for any other name, for a transport of another engine, and if the transport cannot be created.
     """
     if named is None:
         named = "shared"
@@ -117,8 +118,8 @@ class WeightFetcher:
         self._mirror = WeightMirror(self._fetch)
 
     def __call__(self, source: WeightsSource) -> NamedTensors:
-        """Return the tensors of `source`, or its adapter. They do not change before the next call.
-        Raises WeightUpdateError if they cannot be fetched, or are not what the source announces."""
+        """Return the tensors of `source`, or its adapter. The next call can change them. Raises
+        WeightUpdateError if they cannot be fetched or do not match `source`."""
         if (fetch := self._of_engine.get(source.kind)) is not None:
             return fetch(source)
         tensors = self._fetch(source) if source.builds_on is None else self._mirror.fetch(source)

@@ -314,7 +314,7 @@ def test_a_request_that_cannot_run_fails_alone() -> None:
         assert reply.error is not None
         assert isinstance(reply.error.to_error(), InvalidRequestError)
     assert_as_undisturbed(requests_of(steps(agent)))
-    with pytest.raises(ProtocolError, match="Heartbeat is no message for an engine"):
+    with pytest.raises(ProtocolError, match="Heartbeat is not a message for an engine"):
         agent.handle(Heartbeat(sequence=1))
 
 

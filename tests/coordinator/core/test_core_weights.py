@@ -438,7 +438,7 @@ def test_update_weights_without_engines_is_refused() -> None:
     [
         ({"version": 9}, "versions only rise"),
         ({"checksum": "other"}, "have the checksum 'other'"),
-        ({"version": -1, "checksum": "other"}, "nobody has published; start"),
+        ({"version": -1, "checksum": "other"}, "never published; start"),
     ],
 )
 def test_an_engine_with_other_weights_and_nowhere_to_get_the_right_ones_is_refused(
