@@ -60,19 +60,12 @@ class WeightPush:
     ) -> WeightUpdateReport:
         """Publish and send the tensors, and await `update`, which makes the engines read them.
 
-<<<<<<< HEAD
-        Then commit, so that engines that join later can fetch the weights. If `update` raises, roll
-        back to the former weights and raise its error. If only sending fails, the version is
-        committed, and the engines that lack it wait for the next push: raises the error of sending,
-        which is transient. `check` is awaited once earlier updates have
-        ended; if it raises, nothing is published. Returns the report of `update` with the seconds
-        of the whole push.
-=======
         `check` is awaited after earlier updates have ended. If it raises, nothing is published.
         After a successful `update` the weights are committed, so that engines that join later can
         fetch them. If `update` raises, the former weights are restored on the transport, and its
-        error is raised. Returns the report of `update`, with the seconds of the whole push.
->>>>>>> main
+        error is raised. If only sending fails, the weights are committed, and the error of sending
+        is raised: engines that lack them wait for the next push. Returns the report of `update`,
+        with the seconds of the whole push.
         """
         async with self._lock:
             await check()
