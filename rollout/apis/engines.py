@@ -1,13 +1,8 @@
 """make_engine: creates the engine that a config names, from this or another package.
 
 Used by `rollout.apis.spmd`, for LLM, and by `rollout.apis.engine_process`. Another package offers
-<<<<<<< HEAD
-an engine by an entry point of ENGINE_PACKAGES: a function with the arguments of `make_engine`,
-which returns a `rollout.engine.engine.Engine`. It is imported when a config names it.
-=======
 an engine with an entry point in the group "rollout.engines", which is imported when a config names
 it. The entry point is a function with the arguments and the result of `make_engine`.
->>>>>>> main
 """
 
 from __future__ import annotations
