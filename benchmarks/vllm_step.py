@@ -16,6 +16,7 @@ for which steps wait. Each measurement ends after --seconds, with at least three
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -212,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=at_least_one, default=20)
     parser.add_argument("--seconds", type=float, default=25.0)
     arguments = parser.parse_args(argv)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it reports each reload
     updates = []
     print_titles(_TITLES)
     for model in arguments.model:

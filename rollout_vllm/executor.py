@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -299,11 +300,12 @@ def _fingerprints(
     tensors: Iterable[tuple[str, Tensor]], check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Fingerprint]]:
     """Yield the fingerprint of each tensor in its own dtype."""
+    hash_on = cache(fingerprint_on)
     with blaming() as blame:
         for name, tensor in tensors:
             check()
             blame.culprit = f"checking {name!r}"
-            found = fingerprint_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
+            found = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
             hashed, num_bad = found.tolist()
             yield name, (hashed, num_bad)
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -306,8 +307,9 @@ def update_weights(worker: Any, update_info: Any) -> dict[str, list[int]]:
 
 
 def _hashed(weights: Any, found: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    hash_on = cache(fingerprint_on)
     for name, tensor in weights:
-        found[name] = fingerprint_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
+        found[name] = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
         yield name, tensor
 
 

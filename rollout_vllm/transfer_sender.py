@@ -111,7 +111,7 @@ class VllmTransport:
     ) -> None:
         """backend: a name of `transfer.BACKENDS`. host: an address of this machine that the engines
         reach. late_s: how long the engines that commit wait for the others. call_timeout_s: how
-        long an engine may take for one of vLLM's calls, such as the whole transfer.
+        long the vote may take, and each of vLLM's calls, such as the whole transfer.
 
         Raises ConfigError for an unknown backend, or if it cannot listen at `host`.
         """
@@ -238,9 +238,14 @@ class VllmTransport:
     def _arrived(self, push: _Push) -> list[tuple[Member, int]]:
         """Wait for the first engine that commits, and up to `late_s` for the others. Return them
         with their slots, by engine."""
-        store = self._store
-        encoded = wait_for(store, f"{push.id}/member/0", lambda: self._check(push))
-        members = [read(encoded, Member)]
+        store, end = self._store, time.monotonic() + self._call_s
+
+        def check_first() -> None:
+            self._check(push)
+            if time.monotonic() > end:
+                raise WeightUpdateError(f"no engine has begun to commit within {self._call_s:g} s")
+
+        members = [read(wait_for(store, f"{push.id}/member/0", check_first), Member)]
         latest = time.monotonic() + self._late_s
 
         def check() -> None:

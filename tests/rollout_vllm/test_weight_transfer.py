@@ -216,6 +216,16 @@ def test_engine_without_a_gpu_votes_no_on_a_transfer_between_gpus(fleet: Fleet) 
     fleet.transport.roll_back()
 
 
+def test_send_ends_if_no_engine_commits() -> None:
+    """All engines may die after their votes."""
+    transport = VllmTransport("gloo", call_timeout_s=0.5)
+    source = transport.publish(vllm_weights(1))
+    with pytest.raises(WeightUpdateError, match="no engine has begun to commit within") as caught:
+        transport.send(source)
+    assert caught.value.is_transient
+    transport.close()
+
+
 def test_sender_that_has_ended_is_noticed_before_the_vote(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
