@@ -35,6 +35,7 @@ from rollout.weights.update import (
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
 from rollout_vllm.stamps import StampingScheduler
+from rollout_vllm.tied_heads import prepare_tied_heads
 from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
@@ -215,15 +216,17 @@ class VllmExecutor:
     def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
         """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
         if isinstance(staged.tensors, AnnouncedWeights):
-            arrived = self.receiver.receive(staged.tensors)
-            if (found := checksum_of(arrived)) != staged.checksum:
+            fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(staged.tensors)
+            if (found := checksum_of(fingerprints)) != staged.checksum:
                 raise WeightUpdateError(
                     f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
                     "announced"
                 )
-            return arrived
-        self._reload(staged.tensors)
-        return staged.fingerprints
+        else:
+            self._reload(staged.tensors)
+            fingerprints = staged.fingerprints
+        self._core.collective_rpc(prepare_tied_heads)
+        return fingerprints
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):

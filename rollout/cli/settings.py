@@ -191,7 +191,7 @@ def value_of(name: str, text: str, kind: Any) -> Any:
             pass
     if any(option in (str, Any) or _is_enum(option) or _is_path(option) for option in options):
         return text
-    if any(typing.get_args(option)[:1] == (str,) for option in options):  # as tuple[str, ...]
+    if tuple[str, ...] in options:
         return tuple(text.split(","))
     raise UsageError(f"{name}={text} must be {_described(options)}")
 
@@ -216,6 +216,11 @@ def _is_container(kind: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, (list, tuple, dict, Mapping))
 
 
+def _is_mapping(kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
 def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
@@ -225,5 +230,11 @@ def _is_path(kind: Any) -> bool:
 
 
 def _described(options: Sequence[Any]) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "none"}
+    names: dict[Any, str] = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        types.NoneType: "none",
+    }
+    names |= {option: 'JSON, such as {"name": 8}' for option in options if _is_mapping(option)}
     return " or ".join(dict.fromkeys(names.get(option, "JSON") for option in options))

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rollout import InferenceConfig
@@ -17,6 +18,7 @@ from rollout.models.plain_tensors import named_weights
 from tests.tiny_models import MAX_LENGTH, tiny_model
 
 HAS_VLLM = find_spec("vllm") is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_BLOCKS, BLOCK_SIZE = 24, 32  # vLLM's attention on a CPU takes blocks of 32, 64, ... tokens
 # The heads that vLLM's attention on a CPU takes.
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -50,7 +52,7 @@ def vllm_weights(seed: int, family: str = "qwen3") -> dict[str, Tensor]:
 
 
 def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: Any) -> Engine:
-    """An engine over vLLM, in float32 on the CPU, with `num_blocks` blocks."""
+    """An engine over vLLM, in float32, with `num_blocks` blocks."""
     from rollout_vllm.engine import make_engine
 
     options = {"num_gpu_blocks_override": num_blocks, **config.pop("engine_options", {})}
@@ -59,7 +61,7 @@ def vllm_engine(family: str = "qwen3", num_blocks: int = NUM_BLOCKS, **config: A
         "max_requests": 8,
         "block_size_tokens": BLOCK_SIZE,
         "dtype": "float32",
-        "device": "cpu",
+        "device": DEVICE,
         "seed": 0,
     }
     whole = InferenceConfig(engine="vllm", engine_options=options, **(fields | config))

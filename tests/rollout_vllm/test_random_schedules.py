@@ -16,7 +16,7 @@ from rollout import EngineState, SamplingParams
 from rollout.engine.engine import Engine
 from rollout.errors import WeightUpdateError
 from rollout.requests.record import DynamicInferenceRequestRecord
-from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_model, vllm_weights
+from tests.contracts.vllm_engines import DEVICE, HAS_VLLM, vllm_engine, vllm_model, vllm_weights
 from tests.rollout_vllm.replay import Replay
 from tests.run_seed import run_seed
 from tests.tiny_models import IS_LONG, VOCAB_SIZE
@@ -28,7 +28,7 @@ NUM_SCHEDULES = 80 if IS_LONG else 3  # of each engine
 NUM_OPERATIONS = 30
 NUM_MODELS = 3
 SHARED = [(7 * i * i + 3) % VOCAB_SIZE for i in range(140)]  # prompts begin alike
-WORST_GAP = 1e-4
+WORST_GAP = 1e-4 if DEVICE == "cpu" else 2e-2  # vLLM's attention on CUDA multiplies in TF32
 # A pool of so few blocks that requests are preempted.
 SMALL: dict[str, Any] = {
     "enable_prefix_caching": True,
