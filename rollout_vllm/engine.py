@@ -1,11 +1,14 @@
-"""make_engine: an Engine whose steps are vLLM's.
+"""make_engine: an Engine whose steps are vLLM's. make_weight_transport: vLLM's weight transfer.
 
-`rollout.apis.engines` calls it for `InferenceConfig(engine="vllm")`, found by an entry point.
+`rollout.apis.engines` calls the first for `InferenceConfig(engine="vllm")`, and
+`rollout.weights.transports.registry` the second for `weight_transport="vllm:..."`. They find this
+module by an entry point.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +29,10 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer
+from rollout.weights.transports.base import WeightTransport
 from rollout_vllm.installed import require_vllm
 from rollout_vllm.options import check_params, engine_arguments
+from rollout_vllm.transfer import require_backend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,6 +83,22 @@ def make_engine(
     except BaseException:
         core.shutdown()
         raise
+
+
+def make_weight_transport(
+    name: str, *, own_host: Callable[[], str], reject_non_finite: bool
+) -> WeightTransport:
+    """Return the transport of weight_transport="vllm:NAME", where `name` is BACKEND or
+    BACKEND:HOST. `own_host` returns the host if none is named.
+
+    Raises ConfigError for an unknown backend, and without a supported vLLM.
+    """
+    backend, _, host = name.partition(":")
+    require_backend(backend)
+    require_vllm()
+    from rollout_vllm.transfer_sender import VllmTransport
+
+    return VllmTransport(backend, host or own_host(), reject_non_finite=reject_non_finite)
 
 
 def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfig) -> EngineCore:
@@ -162,6 +183,7 @@ def _engine_over(
         max_kv_staleness_versions=config.max_kv_staleness_versions,
     )
     engine.core = core
+    engine.weight_fetchers = executor.receiver.fetchers
     engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
     return engine
 

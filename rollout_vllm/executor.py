@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -39,6 +40,7 @@ from rollout_vllm.live_module import LiveModule
 from rollout_vllm.ranks import require_workers
 from rollout_vllm.reload import repair_reload
 from rollout_vllm.stamps import StampingScheduler
+from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
 
@@ -46,6 +48,9 @@ _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an updat
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedTensors:
     """A verified update: whole tensors by name, and their fingerprints.
+
+    Announced tensors are on the meta device, and arrive during the commit: then the fingerprints
+    are empty, and the checksum is the sender's.
 
     base: the weights below an adapter, or below the next one; None if they are not kept. follows:
     for an adapter on the served base, the number of commits before it was staged; None otherwise.
@@ -56,7 +61,6 @@ class StagedTensors:
     base: BaseWeights | None
     follows: int | None
     checksum: str
-    is_finite: bool
     started_at: float
     seconds: float
 
@@ -85,9 +89,11 @@ class VllmExecutor:
     ) -> None:
         self._core, self._rejects, self._keeps_base = core, reject_non_finite, keeps_base
         self._scheduler: StampingScheduler = core.scheduler
+        self.receiver = WeightReceiver(core)
         # Its tensors are served until the first update.
         self._checkpoint: Checkpoint | None = Checkpoint.open(directory)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._checkpoint.items()}
+        self._are_floats = {name: t.is_floating_point() for name, t in self._checkpoint.items()}
         self._fingerprints: Mapping[str, Fingerprint] = {}
         self._base: BaseWeights | None = None  # copies; the checkpoint is not copied
         self._num_commits = 0
@@ -141,9 +147,13 @@ class VllmExecutor:
             )
         num_commits, follows = self._num_commits, None
         base: BaseWeights | None
+        tensors: Mapping[str, Tensor]
+        fingerprints: Mapping[str, Fingerprint]
         if isinstance(named_tensors, LoraAdapter):
             tensors, fingerprints, base = self._adapted(named_tensors, check, source_checksum)
             follows = num_commits if named_tensors.base is None else None
+        elif isinstance(named_tensors, AnnouncedWeights):
+            tensors, fingerprints, base = self._announced(named_tensors), {}, None
         else:
             tensors, fingerprints = self._whole(named_tensors, check, source_checksum)
             base = BaseWeights.copied(tensors, fingerprints) if self._keeps_base else None
@@ -152,11 +162,17 @@ class VllmExecutor:
             fingerprints=fingerprints,
             base=base,
             follows=follows,
-            checksum=checksum_of(fingerprints),
-            is_finite=not any(num_bad for _, num_bad in fingerprints.values()),
+            checksum=checksum_of(fingerprints) if fingerprints else source_checksum,
             started_at=start,
             seconds=time.perf_counter() - start,
         )
+
+    def _announced(self, announced: AnnouncedWeights) -> AnnouncedWeights:
+        """Verify names, shapes and dtypes of tensors whose values the sender has checked."""
+        _check_names(announced, self._shapes)
+        for name, tensor in announced.items():
+            self._check_form(name, tensor, self._shapes[name])
+        return announced
 
     def _whole(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str = ""
@@ -166,13 +182,13 @@ class VllmExecutor:
         given = by_name(named_tensors)
         unknown = given.keys() - self._shapes.keys()
         is_live = bool(unknown) and not unknown.isdisjoint(self._live.shapes)
-        tensors = _read(given, self._live.shapes if is_live else self._shapes, check)
+        tensors = self._read(given, self._live.shapes if is_live else self._shapes, check)
         fingerprints = self._hashed(tensors, check)
         if source_checksum:
             check_checksum(fingerprints, source_checksum)
         if is_live:
             with blaming("splitting the tensors as the model's directory does"):
-                tensors = _read(self._live.to_checkpoint(tensors), self._shapes, check)
+                tensors = self._read(self._live.to_checkpoint(tensors), self._shapes, check)
             fingerprints = self._hashed(tensors, check)
         return tensors, fingerprints
 
@@ -222,6 +238,36 @@ class VllmExecutor:
                 )
         return fingerprints
 
+    def _read(
+        self,
+        given: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        check: Callable[[], None],
+    ) -> dict[str, Tensor]:
+        """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
+        names and shapes in `shapes`."""
+        _check_names(given, shapes)
+        tensors: dict[str, Tensor] = {}
+        with blaming() as blame:
+            for name in sorted(given):  # gathering is a collective, in one order on all ranks
+                check()
+                blame.culprit = f"reading {name!r}"
+                if reason := refusal(given[name]):
+                    raise WeightUpdateError(f"{name!r} {reason}")
+                self._check_form(name, given[name], shapes[name])
+                tensors[name] = full_tensor(given[name]).detach()
+        return tensors
+
+    def _check_form(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise WeightUpdateError for a wrong shape, and for integers in place of floats."""
+        if tuple(tensor.shape) != shape:
+            raise WeightUpdateError(
+                f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
+            )
+        if tensor.is_floating_point() != self._are_floats.get(name, tensor.is_floating_point()):
+            kind = "a floating one" if self._are_floats[name] else "of integers"
+            raise WeightUpdateError(f"{name!r} has dtype {tensor.dtype}, but the model's is {kind}")
+
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
         if staged.follows is not None:
@@ -230,23 +276,38 @@ class VllmExecutor:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
+        if isinstance(staged.tensors, AnnouncedWeights):
+            self.receiver.join(staged.tensors)  # the last call that may fail without harm
         self.has_values = False
         self._num_commits += 1
         try:
-            self._load(staged.tensors)
+            fingerprints = self._load(staged)
         except Exception as error:
             raise WeightUpdateError(
                 f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
                 "are mixed, so that no step runs until a full update is committed"
             ) from error
-        self.has_values, self.is_finite = True, staged.is_finite
-        self._fingerprints, self._checkpoint = staged.fingerprints, None
+        self.has_values = True
+        self.is_finite = not any(num_bad for _, num_bad in fingerprints.values())
+        self._fingerprints, self._checkpoint = fingerprints, None
         self._base = staged.base
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let all workers load the tensors in place."""
+    def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
+        """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
+        if not isinstance(staged.tensors, AnnouncedWeights):
+            self._reload(staged.tensors)
+            return staged.fingerprints
+        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(staged.tensors)
+        if (found := checksum_of(fingerprints)) != staged.checksum:
+            raise WeightUpdateError(
+                f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
+                "announced"
+            )
+        return fingerprints
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):
             self._core.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
@@ -321,11 +382,8 @@ class VllmExecutor:
             self._is_closed = True
 
 
-def _read(
-    given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], check: Callable[[], None]
-) -> dict[str, Tensor]:
-    """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
-    names and shapes in `shapes`."""
+def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise WeightUpdateError unless the tensors have the names in `shapes`."""
     for kind, names in (
         ("lacks", shapes.keys() - given.keys()),
         ("has the unknown", given.keys() - shapes.keys()),
@@ -336,31 +394,18 @@ def _read(
                 f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
                 "all tensors under the names of the model's directory or of its module"
             )
-    tensors: dict[str, Tensor] = {}
-    with blaming() as blame:
-        for name in sorted(given):  # gathering is a collective, in one order on all ranks
-            check()
-            blame.culprit = f"reading {name!r}"
-            if reason := refusal(given[name]):
-                raise WeightUpdateError(f"{name!r} {reason}")
-            if tuple(given[name].shape) != shapes[name]:
-                raise WeightUpdateError(
-                    f"{name!r} has shape {list(given[name].shape)}, but the model's is "
-                    f"{list(shapes[name])}"
-                )
-            tensors[name] = full_tensor(given[name]).detach()
-    return tensors
 
 
 def _fingerprints(
     tensors: Iterable[tuple[str, Tensor]], check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Fingerprint]]:
     """Yield the fingerprint of each tensor in its own dtype."""
+    hash_on = cache(fingerprint_on)
     with blaming() as blame:
         for name, tensor in tensors:
             check()
             blame.culprit = f"checking {name!r}"
-            found = fingerprint_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
+            found = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
             hashed, num_bad = found.tolist()
             yield name, (hashed, num_bad)
 

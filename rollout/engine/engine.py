@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rollout.config import KVCacheManagementMode
@@ -51,6 +52,7 @@ from rollout.requests.token_runs import TokenRuns
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
+from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors
 from rollout.weights.version import next_version
 
@@ -64,7 +66,11 @@ class Engine(ControlledEngine):
     A request goes through `inputs` to the scheduler, and its record to `outputs`. `step` or
     `abort_request` returns the record of a finished, failed or aborted request once. A Command of
     rollout.control.commands calls the methods that ControlledEngine declares.
+
+    weight_fetchers: the engine's own functions to fetch weights, by the `kind` of the source.
     """
+
+    weight_fetchers: Mapping[str, Callable[[WeightsSource], NamedTensors]] = MappingProxyType({})
 
     def __init__(
         self,
