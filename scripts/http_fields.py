@@ -4,8 +4,8 @@
     python scripts/http_fields.py peers --check  # exits with 1 if the packages have other fields
     python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
-Run by hand. Tests compare its page and its list. `peers` downloads the released packages from PyPI
-into a temporary folder. The packages' sources are read and never run.
+Run by hand. Tests compare the page and the list with the structs of requests. `peers` downloads
+the released packages from PyPI. It parses their sources and never runs them.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ PACKAGES = (
 class Source:
     """A place in a package that declares the fields of a request.
 
-    `route`: method and path, then the name of a nested object, or `?` for the query.
+    `route`: method and path. ` ?` after them means the query, a name means a nested object.
     `classes`: classes whose fields are the request's.
-    `function`: handler whose body parameters are the request's fields, or whose query parameters
-    are, if the route ends with `?`.
+    `function`: handler whose body parameters are the request's fields. For a `?` route the
+    query parameters are its fields.
     """
 
     route: str
@@ -208,7 +208,7 @@ Status = Neutral | Refused | None
 
 
 def keys_of(tree: ast.Module, source: Source) -> set[str]:
-    """Return the keys that `source` declares in `tree`. Raises LookupError without a key."""
+    """Return the keys of `source`. Raises LookupError if it has none and is not in _EMPTY."""
     keys = set()
     for name in source.classes:
         keys |= _fields(tree, name)
@@ -404,8 +404,8 @@ the fields of other servers and clients from their released packages. A test com
 
 
 def _places() -> dict[str, type[Fields]]:
-    """Return the structs of bodies, of objects in bodies, and of queries, by place."""
-    found: dict[str, type[Fields]] = {}  # a place has the form of a Source's `route`
+    """Return the structs of bodies, nested objects and queries, with keys like `Source.route`."""
+    found: dict[str, type[Fields]] = {}
     for route in routes_of(PROTOCOLS):
         start = f"{route.method} {route.path}"
         for place, struct in ((start, route.body), (f"{start} ?", route.query)):

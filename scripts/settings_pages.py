@@ -3,8 +3,8 @@
     python -m scripts.settings_pages
 
 writes docs/reference/configuration.md (engine, request, server) and docs/reference/job-settings.md
-(`rollout train`). Run by hand. A test compares the pages. The meaning of a field is its entry in
-the docstring of its class. The range is what the field's type declares (`rollout.ranges`).
+(`rollout train`). Run by hand. A test fails if a page is out of date. A field's meaning is its
+entry in its class's docstring. Its range is what its type declares (`rollout.ranges`).
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def option_table(header: str, paths: Sequence[Path], default: str) -> str:
 
 
 def job_rows(kind: type, values: Mapping[str, Any] | None, path: str) -> Iterator[Row]:
-    """Yield a row for each key at and below `path`, whose type is the dataclass `kind`.
+    """Yield a row for each key below `path`, where the job has the dataclass `kind`.
 
     An InferenceConfig has rows only for the fields that the composed config sets.
     `values`: values of the composed config at `path`, or None if it has none.

@@ -1,19 +1,19 @@
-"""Weights for tokens that an older policy sampled: computes an `OffPolicyCorrection`.
+"""Token weights for rollouts of older policies, set by an `OffPolicyCorrection`.
 
 Used by `trainer_hooks.losses.policy` and by users' training loops. No function has side effects.
 
-Shape letters: B rows, T positions. w = exp(proximal - behaviour), 1 where both agree.
+Shape letters: B rows, T positions. w = exp(proximal - behaviour), of log-probs.
 
 Sources. Truncated importance sampling: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, sec. 4.1;
 for the gap between trainer and engine: Yao et al. 2025, Your efficient RL framework secretly brings
 you off-policy RL training. Masked: IcePop, in Ling team 2025, arXiv 2510.18855. Geometric mean per
 rollout: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7.
 
-Why the band narrows with lag: policy lag + KV lag is the number of updates between the version of
-the KV that a token attended to and the trainer's version. Every update adds a step to log w. The
-variance of log w therefore grows about linearly with that number, and the variance of w
-exponentially. Dividing the logarithmic width of the band by 1 + d * lag bounds the variance that an
-old token can add. The price is a bias of old tokens.
+Why the band [low, high] narrows with lag: policy lag + KV lag is the number of updates between the
+version of the KV that a token attended to and the trainer's version. Every update adds a step to
+log w. The variance of log w thus grows about linearly with that number, and the variance of w
+exponentially. Dividing the band's logarithmic width by 1 + `lag_decay` * lag bounds the variance
+that an old token can add. The price is a bias of old tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def correction_weights(
 
     `log_ratio_BT` is proximal - behaviour, and 0 outside the mask. The flags `above` and `below`
     mark tokens whose ratio is outside the band. The flag `dropped` marks tokens whose weight is set
-    to 0. With a level of whole rollouts, every token has its rollout's weight.
+    to 0. With the levels sequence and geometric, a rollout's tokens share one w.
     Raises ConfigError if the correction needs a lag that is not given.
     """
     log_ratio_BT = log_ratio_BT.detach()

@@ -116,7 +116,7 @@ class MetricsLogger:
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:
-        """Show the rows written in the block in `view` instead of the logger's own view.
+        """While the block runs, show rows in `view` instead of the logger's own view.
 
         Closes `view` at the end of the block.
         """

@@ -37,7 +37,7 @@ class FileWeightTransfer:
     files if there is none.
     `admin_key`: the server's key.
     `max_shard_bytes`: limit on a file. A larger tensor gets a file of its own.
-    `start_timeout_s`: seconds that `init_weight_transfer` waits for the server.
+    `start_timeout_s`: seconds that `init_weight_transfer` polls.
     `timeout_s`: seconds to wait for each reply.
     """
 
@@ -60,7 +60,7 @@ class FileWeightTransfer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def init_weight_transfer(self) -> None:
-        """Wait until the server is ready, at most `start_timeout_s`."""
+        """Poll until the server is ready or a poll fails after `start_timeout_s`."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             try:

@@ -39,7 +39,7 @@ def shard(policy: nn.Module) -> None:
 
 
 def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
-    """Return the policy for `save_checkpoint`, or the gathered tensors of a sharded policy.
+    """Return `policy`, or a sharded policy with gathered tensors, for `save_checkpoint`.
 
     This is a collective for a sharded policy. `is_kept`: True on the rank that writes the
     checkpoint.
