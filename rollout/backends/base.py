@@ -1,12 +1,12 @@
 """The protocols that every device implements, and Backend, which bundles them for one device.
 
-`rollout.backends.select` makes a Backend. `rollout.worker`, `rollout.layers`, `rollout.models` and
-`rollout.weights` call it, and `rollout.engine.build` keeps it. Implementations lie in cpu/, cuda/,
-ops/ and executors/ of this package.
+`rollout.backends.select` creates a Backend. `rollout.worker`, `rollout.layers`, `rollout.models`
+and `rollout.weights` call it, and `rollout.engine.build` keeps it. Implementations are in cpu/,
+cuda/, ops/ and executors/ of this package.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
-features, V vocabulary, S sample rows, P scored tokens; of a mixture: N experts, E hidden size, F
-expert size.
+features, V vocabulary, S sample rows, P scored tokens. Of a mixture of experts: N experts, K
+experts of a token, E hidden size, F expert size.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ Handle = TypeVar("Handle")  # an implementation's own object for a linear layer'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Sizes of a model's KV cache: one K and one V vector per token, layer and KV head.
-
-    With `value_dim` the cache holds K alone, and V is the first `value_dim` dims of K, as in latent
-    attention.
-    """
+    """Sizes of a model's KV cache: one K and one V vector per token, layer and KV head. If
+    `value_dim` is given, the cache holds K alone. V is then the first `value_dim` dims of K, as in
+    latent attention."""
 
     num_layers: int
     num_kv_heads: int
@@ -75,11 +73,12 @@ class RepackedWeight(Protocol):
         ...
 
     def gather(self, rows_T: Tensor) -> Tensor:
-        """Return a copy of these rows, [T, K]."""
+        """Return a copy of the rows with indices `rows_T`, [T, K]."""
         ...
 
     def undo(self, staged: Any) -> None:
-        """Restore the values from before `Ops.refresh(staged)`; no-op if that did not run."""
+        """Restore the values from before `Ops.refresh(staged)`. No-op if that refresh did not
+        run."""
         ...
 
     def unpack(self) -> None:
@@ -89,11 +88,9 @@ class RepackedWeight(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedActivation:
-    """The function of gate and up in a gated feed-forward network.
-
-    `kind` is "silu" or "gelu_tanh", which multiply act(gate) by up, or "clamped_swiglu": (up + 1) *
-    gate * sigmoid(alpha * gate), with gate clamped to at most `limit` and up to ±`limit`.
-    """
+    """The function of gate and up in a gated feed-forward network. `kind` "silu" and "gelu_tanh"
+    multiply act(gate) by up. `kind` "clamped_swiglu" is (up + 1) * gate * sigmoid(alpha * gate),
+    with gate clamped to at most `limit` and up to ±`limit`."""
 
     kind: str = "silu"
     alpha: float = 1.0
@@ -103,10 +100,8 @@ class GatedActivation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """The gated feed-forward networks of a layer's N experts. The G = 2 F rows are all gates, then
-    all ups.
-
-    `is_part`: this rank has a part of the experts, and id N stands for an expert of another rank.
-    """
+    all ups. If `is_part`, this rank has only a part of the experts, and id N means an expert of
+    another rank."""
 
     gate_up_NGE: Tensor
     down_NEF: Tensor
@@ -119,8 +114,9 @@ class ExpertWeights:
 class Ops(Protocol[Handle]):
     """Device operations used by the layers, the sampler and weight updates.
 
-    `rounds_like_trainers`: norms and the rotary embedding are rounded where the modules of the
-    family's trainers round (docs/kernels.md), else once, at the end. In float32 both are equal.
+    If `rounds_like_trainers`, norms and the rotary embedding are rounded where the modules of the
+    family's trainers round (docs/kernels.md). Otherwise they are rounded once, at the end. In
+    float32 there is no difference.
     """
 
     rounds_like_trainers: bool
@@ -128,8 +124,8 @@ class Ops(Protocol[Handle]):
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> Handle:
-        """Return a handle of this weight, which `linear` takes. Packs nothing. `may_repack` allows
-        `choose_products` to repack the weight in its memory, see `repacked`."""
+        """Return a handle of this weight for `linear`. Packs nothing. `may_repack` allows
+        `choose_products` to repack the weight in its memory (see `repacked`)."""
         ...
 
     def choose_products(
@@ -140,16 +136,16 @@ class Ops(Protocol[Handle]):
     ) -> None:
         """Choose the matrix product that `linear` uses for each of a model's handles.
 
-        Handles may then hold packed copies of their weights, which `refresh` updates. Calling this
-        is optional; a choice never changes afterwards. `experts`: all mixtures of the model, whose
-        product is reported by the log and `explain`. `fused`: the model's fused decoder, if any;
-        the log reports which steps it runs.
+        Handles can then hold packed copies of their weights, which `refresh` updates. Calling this
+        is optional, and a choice never changes afterwards. `experts` has all mixtures of the model.
+        The log and `explain` report their product. `fused` is the model's fused decoder; None if it
+        has none. The log reports which steps it runs.
         """
         ...
 
     def explain(self) -> str:
-        """Describe the chosen products, one line for each shape. Returns "" if there was no choice
-        to make."""
+        """Describe the chosen products, one line for each shape; "" if there was no choice to
+        make."""
         ...
 
     def linear(self, x_TK: Tensor, handle: Handle) -> Tensor:
@@ -157,26 +153,21 @@ class Ops(Protocol[Handle]):
         ...
 
     def linear_float32(self, x_TK: Tensor, handle: Handle) -> Tensor:
-        """Return `linear` in float32, without rounding to x's dtype if the device can."""
+        """Return `linear` in float32, without rounding to x's dtype if the device can avoid it."""
         ...
 
     def stage(
         self, handle: Handle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
     ) -> Any:
-        """Pack new values, the rows of `parts` in order. Returns what `refresh` takes.
-
-        The handle does not change. This is the slow part of an update; the old weight stays in use
-        meanwhile. `allocate`: returns the given number of bytes, for a repacked weight's copy.
-        """
+        """Pack new values, the rows of `parts` in order. Return the packed values for `refresh`.
+        The handle does not change, so the old weight stays in use. `stage` is the slow part of an
+        update. `allocate` returns the given number of bytes, for a repacked weight's copy."""
         ...
 
     def refresh(self, handle: Handle, staged: Any = None) -> None:
-        """Update the handle to its weight's new values.
-
-        `staged`: what `stage` returned for them; None packs the weight now. The caller has written
-        the values to the weight, unless it is repacked: such a weight swaps its values with
-        `staged`.
-        """
+        """Update the handle to its weight's new values. `staged` is the result of `stage` for these
+        values. If it is None, the weight is packed now. The caller must have written the values to
+        the weight before. A repacked weight instead swaps its values with `staged`."""
         ...
 
     def repacked(self, handle: Handle) -> RepackedWeight | None:
@@ -188,22 +179,20 @@ class Ops(Protocol[Handle]):
         ...
 
     def packed(self, handle: Handle) -> Any:
-        """Return the handle's packed copy, as `refresh` takes it. Its values never change.
-
+        """Return the handle's packed copy, whose values never change, for a later `refresh`.
         Returns None if nothing is packed, or if `unpack` could not restore the weight's exact
-        bytes.
-        """
+        bytes."""
         ...
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the weight, [N, K], whose packed copy `packed` is."""
+        """Return the weight, [N, K], from its packed copy."""
         ...
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """Return the root-mean-square norm over the last dim, computed in float32. `rounds_first`:
-        round to x's dtype also before the product with the weight."""
+        """Return the root-mean-square norm over the last dim, computed in float32. `rounds_first`
+        also rounds to x's dtype before the product with the weight."""
         ...
 
     def add_rms_norm(
@@ -230,7 +219,8 @@ class Ops(Protocol[Handle]):
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, in float32."""
+        """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, computed in
+        float32."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -244,16 +234,14 @@ class Ops(Protocol[Handle]):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Return each token's weighted sum of its experts' outputs, [T, E] in x's dtype.
-
-        The sum is in float32. `ids_TK`: the experts, int64. `weights_TK`: their weights, float32.
-        Id N, legal if `experts.is_part`, adds nothing.
-        """
+        """Return each token's weighted sum of its experts' outputs, [T, E] in x's dtype. The sum is
+        in float32. `ids_TK` has the experts, int64, and `weights_TK` their weights, float32. Id N,
+        which is legal if `experts.is_part`, adds nothing."""
         ...
 
     def sample(self, logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-        """Draw one token per row. Returns log-probs and top-n too, if the flags of `sampling` ask
-        for them, and no ranks."""
+        """Draw one token per row. The result has log-probs and top-n if the flags of `sampling` ask
+        for them, but no ranks."""
         ...
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
@@ -262,36 +250,34 @@ class Ops(Protocol[Handle]):
         ...
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """Return the fingerprint of x.to(dtype), int64 [2], as `rollout.backends.ops.fingerprint`
+        """Return the fingerprint of x.to(dtype), int64 [2]. `rollout.backends.ops.fingerprint`
         defines it.
 
-        It is a 64-bit hash of values and places, and the number of non-finite values. Equal bits
-        give equal fingerprints on every device. `x` may be on any device; the result is on the same
-        one, and the host need not wait for it. `places`: positions of x's elements in a larger
-        tensor; None if `x` is a whole tensor.
+        The two numbers are a 64-bit hash of values and places, and the number of non-finite values.
+        Equal bits give equal fingerprints on every device. `x` can be on any device. The result is
+        there or on the backend's device, and the host need not wait for it. `places` has the
+        positions of x's elements in a larger tensor; None if `x` is a whole tensor.
         """
         ...
 
     def copy_with_fingerprint(self, out: Tensor, x: Tensor) -> Tensor:
-        """Copy `x` to `out` and return its fingerprint in `hashed_dtype(x.dtype)`. The tensors may
+        """Copy `x` to `out` and return its fingerprint in `hashed_dtype(x.dtype)`. The tensors can
         be on any devices. Raises ValueError if shapes or dtypes differ."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over a paged KV cache, which also defines the layout within a block."""
+    """Causal attention over a paged KV cache. Also defines the cache's layout within a block."""
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache tensor, K and V together. Dim 0 counts blocks.
-
-        Each block of the tensor is contiguous; between blocks there may be gaps. Raises ConfigError
-        for heads that the backend does not support.
-        """
+        """Return the shape of one layer's cache tensor, K and V together. Dim 0 counts blocks. Each
+        block of the tensor is contiguous, but there can be gaps between blocks. Raises ConfigError
+        for heads that the backend does not support."""
         ...
 
     def begin(self, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with its `plan` set, for the layers' calls of `attend`. Called once per
-        forward pass. The plan holds what all layers share."""
+        forward pass. The plan has the values that all layers share."""
         ...
 
     def attend(
@@ -305,22 +291,20 @@ class AttentionBackend(Protocol):
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
         """Norm and rotate Q and K as `rotation` says, write K and V to the cache, and attend
-        causally as `traits` say. Returns [T, H, D].
+        causally as `traits` say. Return [T, H, D].
 
-        `batch`: what `begin` returned; K and V are written to `slots_T` of `batch.kv[layer]`. Q, K
-        and V may be views of one projection, whose last dim alone surely has stride 1. If the cache
-        holds K alone, only the shape of V is used, [T, G, value_dim], and the result has
-        `value_dim` dims per head.
+        `batch` is the result of `begin`. K and V are written to the slots `batch.slots_T` of
+        `batch.kv[layer]`. Q, K and V can be views of one projection, so only their last dim must
+        have stride 1. If the cache holds K alone, only the shape of V is used, [T, G, value_dim],
+        and the result has `value_dim` dims per head.
         """
         ...
 
 
 class BackendExecutor(Protocol):
-    """Runs a step's program on the device, eagerly or by replaying a captured graph.
-
-    `overlaps`: whether `launch` returns while the device still works, so that the host can prepare
-    the next step. `num_captures`: number of graphs captured so far.
-    """
+    """Runs a step's program on the device, eagerly or by replaying a captured graph. `overlaps`
+    says whether `launch` returns while the device still works, so that the host can prepare the
+    next step. `num_captures` is the number of graphs captured so far."""
 
     overlaps: bool
     num_captures: int
@@ -331,31 +315,29 @@ class BackendExecutor(Protocol):
         ...
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Reserve memory. Called once, before the first launch. `max_blocks`: length of the longest
-        block table. `vocab_size`: number of logits of a row."""
+        """Reserve memory. Called once, before the first launch. `max_blocks` is the length of the
+        longest block table. `vocab_size` is the number of logits of a row."""
         ...
 
     def warm_up(self, program: Program) -> int:
-        """Capture now the graphs that steps would capture at first use. Returns their number."""
+        """Capture now the graphs that steps would capture at first use. Return their number."""
         ...
 
     def launch(self, program: Program, inputs: StepInputs[HostArray]) -> Fetch:
         """Start the program on the device and return a function that waits for its result. Results
-        must be fetched in the order of their launches. At most two may be in flight."""
+        must be fetched in the order of their launches. At most two launches may be unfetched."""
         ...
 
     def after_resume(self, *, has_moved: bool) -> int:
         """Drop or check captured graphs after memory of KV or weights was released and restored.
-
-        `has_moved`: the memory has other addresses now, so all graphs are dropped. Otherwise the
-        next step checks one of them. Returns the number of graphs dropped now.
-        """
+        All graphs are dropped if the memory `has_moved` to other addresses. Otherwise the next step
+        checks one graph. Returns the number of graphs dropped now."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Everything that differs between devices. Immutable; its parts hold the device's state."""
+    """Everything that differs between devices. Immutable, but its parts hold the device's state."""
 
     device: torch.device
     memory_bytes: int  # the device's memory, or the part that this process may use

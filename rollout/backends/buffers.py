@@ -1,8 +1,8 @@
 """Protocols of large buffers: MemoryBackend and HostArena allocate, CopyTokens copies KV tokens.
 
 Used by `rollout.worker.kv_cache` and `rollout.weights.memory` to release memory at a suspend and
-restore it at a resume; the CPU and CUDA backends implement them. Shape letters: B blocks, N bytes
-of a block, K blocks to copy.
+restore it at a resume. The CPU and CUDA backends implement the protocols. Shape letters: B blocks,
+N bytes of a block, K blocks to copy.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from torch import Tensor
 
 class MemoryBackend(Protocol):
     """Allocates named buffers of bytes, releases their memory to the system, and restores it.
-
-    `has_stable_addresses`: whether a restored buffer has the same address as before.
-    """
+    `has_stable_addresses` says whether a restored buffer has the same address as before."""
 
     has_stable_addresses: bool
 
@@ -26,11 +24,9 @@ class MemoryBackend(Protocol):
         ...
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory. Returns the number of bytes; some go to the system only at
-        `trim`.
-
-        The contents are lost, also if this raises; call `restore` then.
-        """
+        """Release the buffer's memory and return the number of bytes released. The contents are
+        lost. Some of the memory can return to the system only at `trim`. If this raises, the
+        contents are lost, too, and `restore` must be called."""
         ...
 
     def restore(self, name: str) -> Tensor:
@@ -55,7 +51,7 @@ class HostArena(Protocol):
         ...
 
     def discard(self, start: int, end: int) -> int:
-        """Free as much of bytes [start, end) as possible; their contents are lost. Returns the
+        """Free as much of bytes [start, end) as possible. Their contents are lost. Returns the
         number of bytes freed."""
         ...
 
@@ -66,11 +62,9 @@ class HostArena(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strips:
-    """The byte layout of a KV cache block: `num_strips` strips, one after the other.
-
-    A strip holds `bytes_per_token` bytes of each of the block's `num_tokens` tokens, in order: one
-    head's K or V in one layer, or several heads'.
-    """
+    """The byte layout of a KV cache block: `num_strips` strips, one after the other. A strip has
+    `bytes_per_token` bytes of each of the block's `num_tokens` tokens, in order. These bytes are K
+    or V of one or several heads in one layer."""
 
     num_strips: int
     num_tokens: int
@@ -83,9 +77,7 @@ class CopyTokens(Protocol):
     def __call__(
         self, pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
     ) -> None:
-        """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`.
-
-        `pool_BN`: uint8, the bytes of all B blocks. The [K] tensors are int64 on the pool's device.
-        No block may be both source and target.
-        """
+        """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`. `pool_BN` is
+        uint8, the bytes of all B blocks. The [K] tensors are int64 on the pool's device. No block
+        may be both source and target."""
         ...

@@ -1,6 +1,6 @@
-"""Parse a config's `device`, and assign GPUs to the engines of a host.
+"""Parses a config's `device`, and assigns GPUs to the engines of a host.
 
-Used by `rollout.backends.select` and `rollout.launch.local`. Changes nothing; logs a warning if
+Used by `rollout.backends.select` and `rollout.launch.local`. Changes nothing, but logs a warning if
 engines share GPUs.
 """
 
@@ -21,11 +21,9 @@ _PLACE = re.compile(r"(cpu|cuda)(?::([0-9]+))?")
 
 
 def parse_device(name: str) -> tuple[str, int | None]:
-    """Return kind and index of the device "cpu", "cuda" or "cuda:N"; the index is None without N.
-
-    "auto" is "cuda" if torch sees a CUDA device, else "cpu". The device need not exist. Raises
-    ConfigError for any other name.
-    """
+    """Return kind and index of the device "cpu", "cuda" or "cuda:N". Without N the index is None.
+    "auto" means "cuda" if torch sees a CUDA device, else "cpu". The device need not exist. Raises
+    ConfigError for any other name."""
     if name == "auto":
         return ("cuda" if torch.cuda.is_available() else "cpu"), None
     match = _PLACE.fullmatch(name)
@@ -58,10 +56,8 @@ def require_device(name: str) -> tuple[str, int | None]:
 
 def environment_of(engine: int, num_gpus: int) -> dict[str, str]:
     """Return the environment variables that show one engine of this host only its `num_gpus` GPUs.
-
-    `engine`: index of the engine on the host. If there are too few GPUs, engines share them
-    round-robin. Returns {} if `num_gpus` is 0 or no GPU is visible.
-    """
+    `engine` is the index of the engine on the host. If there are too few GPUs, engines share them
+    round-robin. Returns {} if `num_gpus` is 0 or no GPU is visible."""
     seen = os.environ.get(_VISIBLE)
     if not num_gpus:
         return {}

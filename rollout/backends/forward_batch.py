@@ -1,9 +1,9 @@
 """ForwardBatch and SamplingBatch: the device tensors of one forward pass, and of its draws.
 Rotation and AttentionTraits: how a layer's attention differs from plain attention.
 
-`rollout.worker.model_runner` makes the batches from a step's inputs, and the attention layers make
-rotations and traits. `rollout.models`, `rollout.layers` and the backends read them. Immutable,
-except for the tensors `kv` and `routing_TLK`, which layers write.
+`rollout.worker.model_runner` creates the batches from a step's inputs, and the attention layers
+create rotations and traits. `rollout.models`, `rollout.layers`, the backends and benchmarks read
+them. Immutable, except for the tensors `kv` and `routing_TLK`, which layers write.
 
 Shape letters: T tokens, R compute rows, M blocks per table, L logit rows, S sample rows, D head
 dim.
@@ -24,7 +24,7 @@ from torch import Tensor
 class ForwardBatch:
     """T tokens of R rows to compute. Decode rows, of one token each, come first.
 
-    Row r has tokens [query_starts[r], query_starts[r + 1]); its last token is at position
+    Row r has the tokens [query_starts[r], query_starts[r + 1]). Its last token is at position
     context_lens[r] - 1. `kv[layer]` is the layer's cache tensor, in the attention backend's layout.
     Mixtures of experts write each token's experts to `routing_TLK`, unless it is None.
     """
@@ -56,12 +56,9 @@ RotaryRounding: TypeAlias = Literal["once", "angles", "each"]
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary embedding of query and key heads, after an RMS norm of each head (Qwen3) if there are
-    norm weights.
-
-    Cosines and sines are per token, float32, and span all D dims. `rounds_norm_first`: round normed
-    heads to their dtype before the product with the weights. `rounding`: see `RotaryRounding`.
-    """
+    """Rotary embedding of query and key heads. If there are norm weights, each head is RMS-normed
+    first (Qwen3). Cosines and sines are per token, float32, and span all D dims.
+    `rounds_norm_first` rounds normed heads to their dtype before the product with the weights."""
 
     cos_TD: Tensor
     sin_TD: Tensor
@@ -77,10 +74,10 @@ class AttentionTraits:
     """Differences of a layer's attention from softmax(q k / sqrt(D)) over the whole context. A
     field that is None makes no difference.
 
-    `scale` replaces 1 / sqrt(D). `window`: number of positions that a token sees, its own included.
-    `softcap` c makes a score c tanh(score / c). `sinks_H`: a learned score per query head that
-    takes part in the softmax but has no value, as in GPT-OSS. Sources: Gemma 2's report, sec. 2;
-    Xiao et al. 2023, "StreamingLLM".
+    `scale` replaces 1 / sqrt(D). `window` is the number of positions that a token sees, its own
+    included. `softcap` c changes a score to c tanh(score / c). `sinks_H` has a learned score per
+    query head that takes part in the softmax but has no value, as in GPT-OSS. Sources: Gemma 2's
+    report, sec. 2; Xiao et al. 2023, "StreamingLLM".
     """
 
     scale: float | None = None
@@ -94,7 +91,7 @@ class AttentionTraits:
         return self.window is None and self.softcap is None and self.sinks_H is None
 
     def scale_of(self, head_dim: int) -> float:
-        """Return the factor of scores: `scale`, or 1 / sqrt(head_dim) if it is None."""
+        """Return the factor of scores: `scale`, or 1 / sqrt(head_dim) if `scale` is None."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -105,9 +102,9 @@ PLAIN = AttentionTraits()
 class SamplingBatch:
     """Parameters of S draws, in contiguous tensors.
 
-    `mode_S`: which log-probs to report, by MODE_CODES. A row with temperature 0 is greedy and
-    reports raw log-probs. The flags are known on the host and let samplers skip passes. `top_n`:
-    the largest top-n of the draws; 0 for none.
+    `mode_S` says which log-probs to report, by MODE_CODES. A row with temperature 0 is greedy and
+    reports raw log-probs. The flags are known on the host and let samplers skip passes. `top_n` is
+    the largest top-n of the draws; 0 if no draw reports one.
     """
 
     uniforms_S: Tensor  # float64 in [0, 1)

@@ -1,8 +1,8 @@
-"""FusedDecoder: the protocol of a decoder's forward pass as one native call, and DecoderParts, the
-weights from which it is made.
+"""FusedDecoder: the protocol of a decoder's forward pass as one native call.
 
-`rollout.models.decoder` collects the parts, `Backend.fuse_decoder` makes the FusedDecoder, and
-`rollout.models.causal_lm` runs it. Only `rollout.backends.cpu.decoder` implements it.
+`rollout.models.decoder` collects the weights in DecoderParts, `Backend.fuse_decoder` creates a
+FusedDecoder from them, and `rollout.models.causal_lm` runs it. Only `rollout.backends.cpu.decoder`
+implements it.
 
 Shape letters: V vocabulary, E hidden size, D head dim, P positions, L kept tokens.
 """
@@ -23,11 +23,12 @@ from rollout.parallel.collectives import Collectives
 class DecoderLayerParts:
     """Weights of a layer: attention and a gated MLP, each a residual branch.
 
-    Norm weights come in pairs, None for a norm that the layer lacks: before and after attention,
-    before and after the MLP, of query and of key heads. `has_whole_norms`: query and key norms span
-    all heads. `rope`: index of the layer's rotary table; None for no rope. `order_D`: the order of
-    a head's dims that the table needs; None if they have it. `is_parallel`: attention and MLP read
-    the same input. `qkv`, `output`, `gate_up`, `down`: handles of `Ops.prepare_linear`.
+    `attention_norms_E` and `mlp_norms_E` have the norm weights before and after the branch.
+    `head_norms` has the norm weights of query heads and of key heads. A missing norm is None.
+    `has_whole_norms` says whether query and key norms span all heads. `rope` is the index of the
+    layer's rotary table; None without a rope. `order_D` is the order of a head's dims that the
+    table needs; None if the dims have that order. `is_parallel` says whether attention and MLP read
+    the same input. `qkv`, `output`, `gate_up` and `down` are handles of `Ops.prepare_linear`.
     """
 
     attention_norms_E: tuple[Tensor | None, Tensor | None]
@@ -48,9 +49,9 @@ class DecoderLayerParts:
 class DecoderShare:
     """This rank's share of a decoder under tensor parallelism.
 
-    `first_id`, `num_ids`: the token ids whose embedding rows are on this rank. `q_size`, `k_size`:
-    dims of all query heads and of all key heads together, over all ranks. `counts_k`: False if a
-    lower rank has the same key heads.
+    The rank has the embedding rows of `num_ids` token ids, from `first_id` on. `q_size` and
+    `k_size` are the dims of all query heads and of all key heads, over all ranks. `counts_k` is
+    False if a lower rank has the same key heads.
     """
 
     collectives: Collectives
@@ -67,7 +68,7 @@ class DecoderParts:
 
     `embedding` is [V, E], or the memory of a repacked weight. `norm_offset` is added to the weights
     of all norms. Queries are multiplied by 1 + query_growth ln(1 + floor(position /
-    growth_positions)). `share`: None if this process has the whole decoder.
+    growth_positions)). `share` is None if this process has the whole decoder.
     """
 
     embedding: Tensor
@@ -88,23 +89,19 @@ class DecoderParts:
 
 
 class FusedDecoder(Protocol):
-    """A decoder's forward pass as one native call.
-
-    `handles`: the handles of all layers' matrix products; empty if the fused pass can never run. It
-    runs only if all handles use the same product, and one that it supports.
-    """
+    """A decoder's forward pass as one native call. `handles` has the handles of all layers' matrix
+    products. `handles` is empty if the fused pass can never run. The pass runs only if all handles
+    use the same product, which the pass must support."""
 
     handles: Sequence[Any]
 
     def run(self, tables: Sequence[tuple[Tensor, Tensor]], batch: ForwardBatch) -> Tensor | None:
         """Return the hidden states of tokens `batch.logit_indices_L` after the final norm, [L, E].
-        Writes the KV cache.
-
-        `tables`: (cos_PD, sin_PD) of each rope. Returns None, and does nothing, if the layers must
-        run one by one.
-        """
+        Writes the KV cache. `tables` has (cos_PD, sin_PD) of each rope. Returns None, and does
+        nothing, if the layers must run one by one."""
         ...
 
     def explain(self) -> str:
-        """Describe for a log which numbers of rows `run` supports, and why it refuses others."""
+        """Describe for a log which numbers of rows `run` supports, and why it refuses other
+        numbers."""
         ...

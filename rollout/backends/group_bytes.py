@@ -1,7 +1,7 @@
 """Collectives of bytes over a torch.distributed group.
 
-Used by `rollout.tensor_parallel.start` and `trainer_hooks.weight_sync.trainer_ranks`. They replace
-torch's collectives of objects, which unpickle what arrives, and so run any code of the sender.
+Used by `rollout.tensor_parallel.start` and `trainer_hooks.weight_sync.trainer_ranks`, in place of
+torch's collectives of objects, which unpickle what arrives and so can run any code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
-    """Return the bytes of each rank, in the order of ranks. All ranks must call this. `group`: None
-    for the default group. Raises RuntimeError if a rank misses the group's deadline."""
+    """Return the bytes of each rank, in the order of ranks. All ranks must call this. `group` None
+    means the default group. Raises RuntimeError if a rank misses the group's deadline."""
     device, size = _device(group), dist.get_world_size(group)
     length = torch.tensor([len(own)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(size)]
@@ -29,11 +29,9 @@ def all_gather_bytes(group: Any, own: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(group: Any, own: bytes | None = None) -> bytes:
-    """Return rank 0's bytes on all ranks. Rank 0 passes them as `own`, the others pass None. All
-    ranks must call this.
-
-    `group`: None for the default group. Raises RuntimeError if a rank misses the group's deadline.
-    """
+    """Return rank 0's bytes on all ranks. All ranks must call this. Rank 0 passes its bytes as
+    `own`, and the other ranks pass None. `group` None means the default group. Raises RuntimeError
+    if a rank misses the group's deadline."""
     device = _device(group)
     length = torch.tensor([0 if own is None else len(own)], device=device)
     source = 0 if group is None else dist.get_global_rank(group, 0)

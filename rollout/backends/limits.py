@@ -1,10 +1,11 @@
 """Memory and CPUs that this process may use, as cgroups and affinity limit them.
 
-Used by `rollout.backends.cpu.backend`, `rollout.tensor_parallel.start`, `rollout.launch.local` and
-`rollout.launch.torchrun`. Reads /proc and /sys; changes nothing.
+Used by `rollout.backends.cpu.backend`, `rollout.tensor_parallel.start`, `rollout.launch.local`,
+`rollout.launch.torchrun` and `trainer_hooks.train.threads`. Reads /proc and /sys, and changes
+nothing.
 
-A container sees all of the machine's memory and CPUs, but is killed, or slowed down, at the limits
-of its cgroups. Source: cgroups(7); Documentation/admin-guide/cgroup-v2.rst of Linux.
+A container sees all of the machine's memory and CPUs, but is killed or slowed down at the limits of
+its cgroups. Source: cgroups(7); Documentation/admin-guide/cgroup-v2.rst of Linux.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _MOUNTS = "sys/fs/cgroup"
 
 
 def memory_limit_bytes(root: Path = _ROOT) -> int:
-    """Return the lowest of physical memory and the limits of this process's cgroups and parents.
-    `root`: the folder that holds proc and sys."""
+    """Return the lowest of physical memory and the limits of this process's cgroups and their
+    parents. `root` is the folder that has proc and sys."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -29,8 +30,8 @@ def memory_limit_bytes(root: Path = _ROOT) -> int:
 
 
 def num_usable_cpus(root: Path = _ROOT) -> int:
-    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up. `root`: the
-    folder that holds proc and sys."""
+    """Return the number of CPUs that affinity and cgroup quotas allow, rounded up. `root` is the
+    folder that has proc and sys."""
     num_cpus = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         num_cpus = len(os.sched_getaffinity(0))
@@ -45,11 +46,10 @@ def num_usable_cpus(root: Path = _ROOT) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups and their parents, v2, and v1 of `controller`.
-
-    Not all of them need exist. In a container /proc may show the host's path; then only the root of
-    the mount exists, which is the container's own cgroup.
-    """
+    """Yield the folders of this process's v2 cgroup, its v1 `controller` cgroup, and their parents.
+    Some of the folders do not exist."""
+    # In a container /proc may show the host's path. Then only the mount's root exists, which is the
+    # container's own cgroup.
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -67,7 +67,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Return the file's integers; an empty list if it does not exist or holds no number."""
+    """Return the file's integers; an empty list if the file does not exist or has other words."""
     words = _text(path).split()
     return [int(word) for word in words] if all(map(_is_number, words)) else []
 

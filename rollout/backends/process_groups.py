@@ -1,7 +1,8 @@
 """Process groups of torch.distributed, and the rendezvous of an engine's ranks.
 
-Used by `rollout.tensor_parallel.start`, `rollout.weights.transports.buckets`, and the weight routes
-of servers in `rollout.serve.control.receiver` and `rollout.serve.sglang.control`.
+Used by `rollout.tensor_parallel.start`, `rollout.weights.transports.buckets`, and the servers'
+weight routes in `rollout.serve.control.receiver` and `rollout.serve.sglang.control`. Opens sockets
+and shared memory.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def join_group(
     timeout: timedelta,
     own_host: str | None = None,
 ) -> tuple[Any, torch.device]:
-    """Join a process group, without making a default group. Returns the group and the device on
+    """Join a process group, without making a default group. Return the group and the device on
     which its tensors must be.
 
-    `backend`: "gloo" or "nccl". `store`: the torch store in which the ranks publish their
-    addresses. `own_host`: the host at which other ranks connect to this rank over Gloo; None for
-    the address of the machine's host name.
+    `backend` is "gloo" or "nccl". `store` is the torch store in which the ranks publish their
+    addresses. `own_host` is the host at which other ranks connect to this rank over Gloo; None
+    means the address of the machine's host name.
     """
     distributed: Any = dist  # its type hints lack these classes
     device = torch.device("cuda" if backend == "nccl" else "cpu")
@@ -61,20 +62,16 @@ def join_group(
 
 
 class RankRendezvous:
-    """Rendezvous of the ranks of one engine on one machine.
-
-    Ranks on CPUs share memory. Ranks on CUDA devices join an NCCL group, which no test has run with
-    more than one rank. `address`: the text by which the other ranks join.
-    """
+    """Rendezvous of the ranks of one engine on one machine. Ranks on CPUs share memory. Ranks on
+    CUDA devices join an NCCL group, which no test has run with more than one rank. The other ranks
+    join by `address`, a text."""
 
     def __init__(
         self, device: str, size: int, address: str | None = None, *, timeout_s: float
     ) -> None:
         """Open the rendezvous (rank 0, no `address`), or join the one at rank 0's `address`.
-
-        `device`: "cpu" or "cuda". `timeout_s`: seconds that CUDA ranks wait for each other to join;
-        may be infinite. Raises RuntimeError if rank 0 does not answer.
-        """
+        `device` is "cpu" or "cuda". `timeout_s` is how long CUDA ranks wait for each other to join;
+        it can be infinite. Raises RuntimeError if rank 0 does not answer."""
         self._device, self._size = device, size
         self._shared: SharedMemory | None = None
         self._store: Any = None
@@ -93,11 +90,9 @@ class RankRendezvous:
     def collectives(
         self, rank: int, *, timeout_s: float, check: Callable[[], None] = lambda: None
     ) -> Collectives:
-        """Join as `rank` and return its collectives.
-
-        `timeout_s`: deadline of each collective; may be infinite. `check` is called while a
-        collective waits; an error that it raises ends the wait.
-        """
+        """Join as `rank` and return the rank's collectives. `timeout_s` is the deadline of each
+        collective; it can be infinite. `check` is called while a collective waits, and can raise to
+        end the wait."""
         if self._device == "cpu":
             memory_N = open_shared(self.address) if self._shared is None else self._shared.bytes_N
             return SharedCollectives(rank, self._size, memory_N, timeout_s=timeout_s, check=check)

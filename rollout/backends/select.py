@@ -1,7 +1,8 @@
-"""create_backend: choose and make the backend that a config asks for.
+"""create_backend: chooses and creates the backend that a config asks for.
 
-Used by `rollout.worker.loading` when it loads a model. `rollout.tensor_parallel.start` and
-`rollout.apis.fleet_processes` ask the functions below about a config's device.
+Used by `rollout.worker.loading` when it loads a model. `rollout.tensor_parallel.start`,
+`rollout.apis.fleet_processes`, `trainer_hooks.train.threads` and benchmarks use the functions here
+that read a config's device.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ DEFAULT_NUM_MIXED_GRAPHS = 16
 class _DeviceRules:
     """Defaults and legal values of config fields on one kind of device.
 
-    `block_size_tokens`: default tokens of a KV block. `stable_kind`: the memory kind that keeps
-    addresses over a suspend. "auto" chooses it if suspends release the KV cache, and the device
-    `prefers_stable` or the config asks for stable addresses. `fields_without_effect`: config fields
-    that must keep their defaults.
+    `block_size_tokens` is the default number of tokens of a KV block. `stable_kind` is the memory
+    kind that keeps addresses over a suspend. The kind "auto" means `stable_kind` if suspends
+    release the KV cache, and the device `prefers_stable` or the config asks for stable addresses.
+    `fields_without_effect` has the config fields that must keep their defaults.
     """
 
     block_size_tokens: int
@@ -102,20 +103,16 @@ def create_backend(config: InferenceConfig, collectives: Collectives = ONE_RANK)
 
 
 def needs_gpu(config: InferenceConfig) -> bool:
-    """Return whether each engine of `config` needs a GPU of its own.
-
-    True for "cuda", and for "auto" if torch sees a GPU. False for a device with an index, which all
-    engines share. The device need not be available here.
-    """
+    """Return whether each engine of `config` needs a GPU of its own. True for "cuda", and for
+    "auto" if torch sees a GPU. False for a device with an index, which all engines share. The
+    device need not be available here."""
     return parse_device(config.device) == ("cuda", None)
 
 
 def block_size_of(config: InferenceConfig) -> int:
-    """Return the number of tokens of a KV block, from `config` or the device's default.
-
-    The device need not be available here. Raises ConfigError for an unknown device name, unless
-    `config` has a block size.
-    """
+    """Return the number of tokens of a KV block, from `config` or the device's default. The device
+    need not be available here. Raises ConfigError for an unknown device name, unless `config` has a
+    block size."""
     if config.block_size_tokens is not None:
         return config.block_size_tokens
     kind, _ = parse_device(config.device)
@@ -128,8 +125,8 @@ def device_of(config: InferenceConfig) -> str:
 
 
 def use_device(config: InferenceConfig, rank: int) -> None:
-    """Make the GPU of this `rank` current in the calling thread. Does nothing on a CPU. Rank 0 has
-    the GPU that `config` names, by default GPU 0, and rank r the r-th one after it."""
+    """Make the GPU of this `rank` current in the calling thread. No-op on a CPU. Rank 0 uses the
+    GPU that `config` names, by default GPU 0. Rank r uses the r-th GPU after it."""
     kind, index = require_device(config.device)
     if kind == "cuda":
         torch.cuda.set_device((index or 0) + rank)
@@ -160,8 +157,8 @@ def _cuda_backend(
 
 
 def _memory_kind(config: InferenceConfig, device: str) -> str:
-    """Return the memory kind that `config` names, or the one that "auto" stands for. Raises
-    ConfigError for a kind that the device does not have."""
+    """Return the memory kind that `config` names, or the kind that "auto" means. Raises ConfigError
+    for a kind that the device does not have."""
     rules, kind = _DEVICES[device], config.memory_kind
     if config.unified_memory_level:
         return UNIFIED

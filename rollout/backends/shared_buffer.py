@@ -1,8 +1,8 @@
 """Buffers that other processes of the machine can map, in host memory or on a CUDA device.
 
 Used by `rollout.weights.transports.buckets` and `rollout.weights.transports.collective`. An address
-is text that can be sent to any process. For host memory it is the path of an anonymous file, for a
-CUDA device the device's UUID and a CUDA IPC handle.
+is text that can be sent to any process. For host memory it is the path of an anonymous file. For a
+CUDA device it is the device's UUID and a CUDA IPC handle.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ _FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class SharedBuffer:
-    """A shared buffer in the process that made it.
-
-    `bytes_N`: the memory as uint8, freed with its last view. `address`: what `open_shared_buffer`
-    takes in another process.
-    """
+    """A shared buffer in the process that created it. `bytes_N` is the memory as uint8, freed with
+    its last view. `address` is the argument of `open_shared_buffer` in another process."""
 
     bytes_N: Tensor
     address: str
@@ -46,11 +43,8 @@ def require_place(place: str) -> None:
 
 
 def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
-    """Return a new buffer in host memory or on the current CUDA device, as `place` says.
-
-    `require_place` must have been called. Raises OSError, MemoryError or RuntimeError if memory is
-    short.
-    """
+    """Return a new buffer in host memory or on the current CUDA device, as `place` says. Call
+    `require_place` before. Raises OSError, MemoryError or RuntimeError if memory is short."""
     if place == DEVICE:
         runtime = CudaRuntime(torch.device(DEVICE))
         bytes_N, handle = runtime.exported_tensor(num_bytes)
@@ -62,8 +56,8 @@ def create_shared_buffer(place: str, num_bytes: int) -> SharedBuffer:
 
 
 def close_shared_buffer(buffer: SharedBuffer) -> None:
-    """Close the buffer's file, so that no other process can map it any more. Existing mappings
-    stay. Does nothing for a buffer on a device."""
+    """Close the buffer's file, so that no other process can map the buffer any more. Existing
+    mappings stay. No-op for a buffer on a device."""
     if _FILE.fullmatch(buffer.address):
         os.close(int(buffer.address.rpartition("/")[2]))
 

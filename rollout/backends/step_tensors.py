@@ -1,8 +1,8 @@
 """StepInputs: the arrays that a step copies to its device; Program: what the device runs on them.
 
-`rollout.worker.batch_builder` and `rollout.worker.logits_builder` make the host arrays. The
-executors of the backends copy them to the device and run ModelRunner, the only Program. Host arrays
-and device tensors have the same types here, generic in `Array`.
+`rollout.worker.batch_builder` and `rollout.worker.logits_builder` create the host arrays. The
+executors of the backends copy them to the device and run ModelRunner, the only Program. The classes
+are generic in `Array`, for host arrays and for device tensors.
 
 Shape letters: T tokens, R compute rows, E = R + 1, M blocks per table, L logit rows, S sample rows,
 P scored tokens. LogitsInputs explains its own letters.
@@ -26,8 +26,8 @@ HostArray: TypeAlias = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingFlags:
-    """Flags of a step's draws, known on the host, by which samplers skip passes. `top_n`: the
-    largest top-n of the draws; 0 for none."""
+    """Flags of a step's draws, known on the host, by which samplers skip passes. `top_n` is the
+    largest top-n of the draws; 0 if no draw reports one."""
 
     all_greedy: bool
     any_greedy: bool
@@ -39,12 +39,14 @@ class SamplingFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsInputs(Generic[Array]):
-    """Changes to the logits of K samples before they are drawn: B biases and C allowed ids in all.
+    """Changes to the logits of K samples before they are drawn, with B biases and C allowed ids in
+    all.
 
     Of the K samples Q have penalties, A have a list of allowed ids, U report log-probs of the
-    unchanged logits, and R of the changed ones. `histories_Q`: indices in `TokenHistories`.
-    `lengths_Q`: tokens of a history before this draw; the first `num_prompt_Q` are the prompt.
-    `new_*_N`: the N tokens of histories that begin with this step.
+    unchanged logits, and R report log-probs of the changed logits. `histories_Q` has indices in
+    `TokenHistories`. `lengths_Q` is the number of tokens of a history before this draw. The first
+    `num_prompt_Q` of them are the prompt. `new_*_N` have the N tokens of histories that begin with
+    this step.
     """
 
     samples_K: Array  # index of the sample in the step
@@ -71,10 +73,10 @@ class LogitsInputs(Generic[Array]):
 class StepLayout(Generic[Array]):
     """Which tokens a step computes, from which logits it draws, and how.
 
-    While the same rows decode, their steps share one object, so that its copy can stay on the
-    device. Decode rows come first. The first `num_drawn_logits` of the L logit rows are drawn from;
-    the others score prompt tokens, in order. `asks_more_S`, always on the host: whether the sample
-    reports a top-n or its rank.
+    While the same rows decode, their steps share one StepLayout, so that its copy can stay on the
+    device. Decode rows come first. Of the L logit rows, the first `num_drawn_logits` are drawn
+    from, and the remaining rows score prompt tokens, in order. `asks_more_S`, always on the host,
+    says whether a sample reports a top-n or its rank.
     """
 
     input_rows_T: Array  # the row whose last token this is; 0 if token_ids_T has its id
@@ -102,9 +104,7 @@ class StepLayout(Generic[Array]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(Generic[Array]):
     """One step: which tokens to compute, where to write their KV, what to draw and to score.
-
-    `processing`: changes to logits before the draw; None if there are none.
-    """
+    `processing` has changes to logits before the draw; None if there are none."""
 
     layout: StepLayout[Array]
     positions_T: Array
@@ -140,25 +140,22 @@ INPUT_TYPES = {
 
 
 class Program(Protocol):
-    """The computation of a step on its device, in two parts.
-
-    Both take the step's inputs as host arrays and as device tensors. A call may be captured in a
-    graph and replayed with other values: it may launch different kernels only for different shapes
-    and flags.
-    """
+    """The computation of a step on its device, in two parts. Both methods take the step's inputs as
+    host arrays and as device tensors. A call can be captured in a graph and replayed with other
+    values, so the launched kernels must depend only on shapes and flags."""
 
     def forward(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states of the L logit rows, [L, hidden size], and the tokens' experts; None
-        if they are not recorded."""
+        """Return hidden states of the L logit rows, [L, hidden size], and the tokens' experts. The
+        second result is None if experts are not recorded."""
         ...
 
     def draw(
         self, host: StepInputs[HostArray], inputs: StepInputs[Tensor], hidden_LE: Tensor
     ) -> StepOutput[Tensor]:
         """Draw samples from the first `num_drawn_logits` rows of `hidden_LE`, and score prompt
-        tokens by the others."""
+        tokens by the remaining rows."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""Building blocks of a decoder: torch modules that let a backend compute.
+"""Layers of a decoder: torch modules that own weights and let a backend compute.
 
-Used by `rollout.models`, which composes them into model families; `rollout.weights` reads and
-writes their weights.
+Used by `rollout.models`, which composes them into model families, and by `rollout.weights`, which
+reads and writes their weights.
 """

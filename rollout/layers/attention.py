@@ -1,11 +1,10 @@
-"""Attention: grouped-query self-attention over the KV cache. AttentionLayer: the base class of all
-attention layers.
+"""Attention: grouped-query self-attention over the KV cache. AttentionLayer: its base class.
 
 Used by `rollout.models.decoder`, which runs the layers, by `rollout.models.layout`, which makes the
 specs, and by `rollout.layers.latent_attention`, which extends AttentionLayer. A forward pass writes
 only the KV cache, through the attention backend. Shape letters: T tokens, L tokens whose output is
-needed, E hidden size, H query heads, G key/value heads, D head dim.
-Source of grouped queries: Ainslie et al. 2023, "GQA".
+needed, E hidden size, H query heads, G key/value heads, D head dim. Source of grouped queries:
+Ainslie et al. 2023, "GQA".
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ Angles: TypeAlias = Sequence[tuple[Tensor, Tensor]]  # (cos_TD, sin_TD) of each 
 class AttentionLayerSpec:
     """Sizes and variants that grouped-query and latent attention share.
 
-    `bias`, `output_bias`: whether the input projections, and the output projection, have a bias.
-    `norm_rounds_first`: `rounds_first` of RMSNorm. `rotary_rounding`: how training code of the
-    family rounds rotated heads. `rope_index`: index of the rope among the model's ropes; None for
-    no rope. `scale`: factor of the scores; None means 1 / sqrt(head_dim).
+    `bias` says whether the input projections have a bias, and `output_bias` whether the output
+    projection has one. `norm_rounds_first` is `rounds_first` of RMSNorm. `rotary_rounding` says how
+    training code of the family rounds rotated heads. `rope_index` is the index of `rope` among the
+    model's ropes; None without a rope. `scale` multiplies the scores; None means 1 /
+    sqrt(head_dim).
     """
 
     num_heads: int
@@ -57,11 +57,12 @@ class AttentionLayerSpec:
 class AttentionSpec(AttentionLayerSpec):
     """Sizes and variants of one layer's grouped-query attention.
 
-    `is_fused`: checkpoints keep query, key and value as one `qkv_proj`. `has_head_norms`: each
-    query and key head is normed (Qwen3). `has_projection_norms`: one norm spans all query heads and
-    one all key heads (OLMo 2). `eps`, `norm_offset`: arguments of these norms. `window`: positions
-    that a token attends to; None for all. `softcap`: bound of the scores; None for none.
-    `has_sinks`: each query head has a learned score without a value.
+    `is_fused` says whether checkpoints keep query, key and value as one `qkv_proj`.
+    `has_head_norms` says whether each query and key head is normed (Qwen3). `has_projection_norms`
+    says whether one norm spans all query heads and one spans all key heads (OLMo 2). `eps` and
+    `norm_offset` are arguments of these norms. `window` is the number of positions that a token
+    attends to; None means all. `softcap` bounds the scores; None means no bound. `has_sinks` says
+    whether each query head has a learned score without a value (GPT-OSS).
     """
 
     num_kv_heads: int
@@ -77,11 +78,9 @@ class AttentionSpec(AttentionLayerSpec):
 
 
 class AttentionLayer(BackendLayer):
-    """One layer's attention block, from the projections of its input to the output projection.
-
-    A subclass projects the hidden states to query, key and value heads. Under tensor parallelism
-    each rank has some query heads, and the caller must sum the outputs over the ranks.
-    """
+    """One layer's attention block, from the projections of its input to the output projection. A
+    subclass projects the hidden states to query, key and value heads. Under tensor parallelism each
+    rank has some query heads, and the caller must sum the outputs over the ranks."""
 
     attention: AttentionBackend
     output: Linear
@@ -92,7 +91,7 @@ class AttentionLayer(BackendLayer):
     def __init__(
         self, layer_index: int, spec: AttentionLayerSpec, rope_dim: int, device: torch.device
     ) -> None:
-        """`rope_dim`: dims of the heads given to the rope, which may rotate only some of them."""
+        """`rope_dim` is the number of dims per head that the rope can rotate."""
         super().__init__()
         self.layer_index, self._trainers_rounding = layer_index, spec.rotary_rounding
         order_D = head_order(spec.rope, rope_dim, device)
@@ -121,8 +120,9 @@ class AttentionLayer(BackendLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """Return query, key and value heads, and the Rotation that the backend must still apply to
-        queries and keys. The Rotation is None without a rope, or if they are rotated already."""
+        """Return query heads, key heads, value heads and a Rotation. The backend applies the
+        Rotation to queries and keys. The Rotation is None without a rope, or if the heads are
+        rotated already."""
         raise NotImplementedError
 
     def _values(self, context_THD: Tensor) -> Tensor:
@@ -137,12 +137,8 @@ class AttentionLayer(BackendLayer):
 
 
 class Attention(AttentionLayer):
-    """Grouped-query attention.
-
-    A rank has some query heads, and the key and value heads that these read. One fused projection
-    computes query, key and value, which are strided views of its output. Queries and keys are
-    copied only if this layer norms, reorders or scales them.
-    """
+    """Grouped-query attention. Each rank has some query heads, and the key and value heads that
+    these read."""
 
     def __init__(
         self,
@@ -194,6 +190,7 @@ class Attention(AttentionLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
+        # Views of one product. Queries and keys are copied only if normed, reordered or scaled.
         fused_heads = self.qkv(x_TE).view(-1, self.num_fused_heads, self.spec.head_dim)
         q_THD, k_TGD, v_TGD = fused_heads.split(self.head_split, dim=1)
         if self.norms_alone:
@@ -204,7 +201,6 @@ class Attention(AttentionLayer):
         return q_THD, k_TGD, v_TGD, self._rotation(angles)
 
     def _norm(self, q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normed query and key heads."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         if self.spec.has_head_norms:
@@ -248,7 +244,7 @@ def _fused_projection(
 
 
 def _growth(rope: RopeSpec, positions_T: Tensor) -> Tensor:
-    """Return the factor of queries in Llama 4, 1 + query_growth ln(1 + floor(position / original
-    context)), [T] float32."""
+    """Return the factor of queries in Llama 4, [T] float32: 1 + query_growth ln(1 + floor(position
+    / original context))."""
     turns_T = (positions_T // rope.original_max_positions).float()
     return 1 + rope.query_growth * torch.log1p(turns_T)

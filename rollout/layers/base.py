@@ -1,8 +1,7 @@
 """BackendLayer: the base class of layers, a module that owns weights and lets a backend compute.
 
-All modules of `rollout.layers` with a forward pass and those of `rollout.models.decoder` extend it.
-`CausalLM.prepare` binds the backend after the weights are loaded; `rollout.models.weight_names`
-reads `cuts`.
+Extended by layers in `rollout.layers` and `rollout.models.decoder`. CausalLM calls `bind` after the
+weights are loaded. `rollout.models.weight_names` reads `cuts`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from rollout.parallel.collectives import Collectives
 
 
 class BackendLayer(nn.Module):
-    """A layer that can be built, loaded and saved before a backend exists.
-
-    It can run only after `bind`. `cuts`: by weight name, the part that this rank keeps of the
-    weight; without an entry for weights that it keeps whole.
-    """
+    """A layer that can be built, loaded and saved without a backend, but runs only after `bind`.
+    `cuts` has, by weight name, the part of the weight that this rank keeps. A weight without an
+    entry is kept whole."""
 
     ops: Ops[Any]
     collectives: Collectives
@@ -39,8 +36,8 @@ class BackendLayer(nn.Module):
     def parameter_of(
         self, name: str, shape: Iterable[int], cut: Cut | None, **kind: Any
     ) -> nn.Parameter:
-        """Return an empty parameter for the weight `name` of `shape`; if `cut` is given, for the
-        part that it keeps. Records the cut in `cuts`."""
+        """Return an uninitialised parameter for a weight of `shape`, or for the part that `cut`
+        keeps. Records `cut` in `cuts` under `name`."""
         if cut is not None:
             self.cuts[name] = cut
             shape = cut.kept_shape
@@ -48,5 +45,5 @@ class BackendLayer(nn.Module):
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return a parameter with undefined values and no gradient; loading fills it."""
+    """Return a parameter with undefined values that requires no gradient."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,9 +1,8 @@
-"""Weight slots of stacked experts, under the names that checkpoints have for them.
+"""Weight slots of stacked experts, by the experts' names in checkpoints.
 
 Used by Experts in `rollout.layers.experts`. A live transformers module has each stack as one
-parameter, like this layer. Saved directories, and updates under their names, have one matrix for
-each part (gate, up, down) of each expert.
-Shape letters: N experts, G = 2 F rows of gates and then ups, F expert size, E hidden size.
+parameter, as Experts does. Saved directories have one matrix for each part (gate, up, down) of each
+expert. Shape letters: N experts, G = 2 F rows of gates and then ups, F expert size, E hidden size.
 """
 
 from __future__ import annotations
@@ -39,11 +38,9 @@ def slots_of_experts(
     up: str,
     down: str,
 ) -> tuple[dict[str, WeightSlot], dict[str, WeightAlias]]:
-    """Return slots by the names of each expert's matrices, and aliases by the stacks' names.
-
-    The two stacks hold this rank's experts, the first of which is expert `first` of `num_experts`.
-    `gate`, `up`, `down`: names of an expert's matrices in directories, as in `3.gate_proj.weight`.
-    """
+    """Return slots by the names of each expert's matrices, and aliases by the stacks' names. The
+    two stacks hold this rank's experts, from expert `first` of all `num_experts` on. `gate`, `up`
+    and `down` are an expert's names in directories, such as "gate_proj" in `3.gate_proj.weight`."""
     num_rows = gate_up_NGE.shape[1]
     halves = {gate: slice(0, num_rows // 2), up: slice(num_rows // 2, num_rows)}
     gate_up: dict[str, Index] = {
@@ -68,8 +65,8 @@ def slots_of_experts(
 
 
 def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
-    """Return the slot of the part at `index` of the stack of all experts; an AbsentSlot if another
-    rank has it. `stack` holds this rank's experts, from `first` on."""
+    """Return the slot of the part at `index` of the stack of all experts, or an AbsentSlot if
+    another rank has that expert. `stack` holds this rank's experts, from `first` on."""
     expert, *rows = index
     assert isinstance(expert, int)
     if first <= expert < first + len(stack):
@@ -81,11 +78,9 @@ def _slot_of_part(stack: Tensor, index: Index, first: int) -> WeightSlot:
 
 
 def slots_of_transposed_stacks(stacks: Mapping[str, Tensor]) -> dict[str, WeightSlot]:
-    """Return slots of stacks that both directories and live modules keep whole and transposed.
-
-    In them, `gate_up_proj` is [N, E, G] and its bias [N, G], with gates and ups alternating.
-    `down_proj` is [N, F, E] and its bias [N, E].
-    """
+    """Return slots of stacks that directories and live modules keep whole and transposed. There,
+    `gate_up_proj` is [N, E, G] and its bias [N, G], with gates and ups alternating. `down_proj` is
+    [N, F, E] and its bias [N, E]."""
     slots: dict[str, WeightSlot] = {
         GATE_UP: ReorderedSlot(stacks[GATE_UP], alternate=True, is_transposed=True),
         DOWN: ReorderedSlot(stacks[DOWN], alternate=False, is_transposed=True),

@@ -1,12 +1,13 @@
 """MixtureOfExperts: a router that chooses each token's experts, and the experts' weighted sum.
 
-Used by `rollout.models.decoder`, which runs it, by `rollout.models.layout` and the families, which
-make its specs and names, and by `rollout.models.weight_names` and `rollout.models.causal_lm`, which
-find its weights. A forward pass writes only the recorded routing of its batch.
+Used by `rollout.models.decoder`, which runs it, by `rollout.models.layout`, `rollout.models.family`
+and the families, which make its specs and names, and by `rollout.models.weight_names` and
+`rollout.models.causal_lm`, which find its weights. A forward pass writes only the batch's record of
+chosen experts.
 
 Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Jiang et al. 2024, "Mixtral of
-Experts"; DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2 (sigmoid, correction, groups).
-Shape letters: T tokens, N experts, K experts of a token, P groups of M experts, E hidden size.
+Experts"; DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2 (sigmoid, correction, groups). Shape letters:
+T tokens, N experts, K experts of a token, P groups of M experts, E hidden size.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ _SMALLEST_SUM = 1e-20  # added to sums of weights: sigmoids may all be 0
 class RouterSpec:
     """How a token's experts are chosen and weighted.
 
-    `scores`: "softmax" over all experts, "softmax_chosen" over the chosen experts alone, or
-    "sigmoid". `normalizes`: weights sum to 1 before they are multiplied by `scale`. With
-    "softmax_chosen" the fields after `scores` have no effect except `has_bias` and `is_float32`.
-    `has_correction`: a buffer is added to the scores for the choice, but not for the weights.
-    `num_groups`: only experts of the best `num_chosen_groups` groups are chosen. `has_bias`: the
-    router has a bias. `is_float32`: logits are computed in float32.
+    `scores` is "softmax" over all experts, "softmax_chosen" over the chosen experts alone, or
+    "sigmoid". `normalizes` says whether a token's weights are scaled to sum 1 before they are
+    multiplied by `scale`. `has_correction` says whether a buffer is added to the scores for the
+    choice, but not for the weights. Only experts of the best `num_chosen_groups` of `num_groups`
+    groups are chosen. `has_bias` says whether the router has a bias. `is_float32` says whether
+    logits are computed in float32. With "softmax_chosen", only `has_bias` and `is_float32` of the
+    fields after `scores` have an effect.
     """
 
     num_experts: int
@@ -60,10 +62,11 @@ class RouterSpec:
 class MoeNames:
     """Names of a mixture's modules in checkpoints.
 
-    `shared`: the expert that all tokens use. `shared_gate`: the projection whose sigmoid multiplies
-    the shared expert; None for no such projection. `gate`, `up`, `down`: the matrices of an expert
-    in saved directories. `is_transposed`: saved directories have stacks instead, as live modules
-    do, with in features before out features, and gates and ups alternating.
+    `shared` is the expert that all tokens use. `shared_gate` is the projection whose sigmoid
+    multiplies the shared expert's output; None if there is none. `gate`, `up` and `down` are the
+    matrices of an expert in saved directories. If `is_transposed`, saved directories have stacks
+    instead, as live modules do. The stacks have in features before out features, and gates and ups
+    alternate.
     """
 
     router: str = "gate"
@@ -79,11 +82,8 @@ class MoeNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Sizes and variants of a MixtureOfExperts.
-
-    `moe_index`: its index among the model's mixtures. `shared`: the expert of all tokens; None for
-    none.
-    """
+    """Sizes and variants of a MixtureOfExperts. `moe_index` is the index among the model's
+    mixtures. `shared` describes the expert that all tokens use; None if there is none."""
 
     moe_index: int
     router: RouterSpec
@@ -108,7 +108,7 @@ class Router(nn.Module):
 
     def forward(self, x_TE: Tensor, correction_N: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return ids [T, K] int64 and weights [T, K] float32 of each token's experts.
-        `correction_N`: added to the scores for the choice; None for none."""
+        `correction_N` is added to the scores for the choice only; None means no correction."""
         spec = self.spec
         logits_TN = self._logits(x_TE)
         if spec.scores == "softmax_chosen":
@@ -126,7 +126,6 @@ class Router(nn.Module):
         return ids_TK, weights_TK if spec.scale == 1.0 else weights_TK * spec.scale
 
     def _logits(self, x_TE: Tensor) -> Tensor:
-        """Return the experts' logits [T, N] in float32."""
         if not self.spec.is_float32:
             return F.linear(x_TE, self.weight, self.bias).float()
         bias_N = None if self.bias is None else self.bias.float()
@@ -143,7 +142,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of this rank's experts, stacked; gate and up are one matrix."""
+    """The weights of this rank's experts, stacked. Gate and up are one matrix."""
 
     def __init__(
         self,
@@ -188,8 +187,8 @@ class Experts(nn.Module):
         )
 
     def own_ids(self, ids_TK: Tensor) -> Tensor:
-        """Return each expert's index in this rank's stacks; for another rank's expert, the number
-        of experts in the stacks."""
+        """Return each expert's index in this rank's stacks. An expert of another rank gets the
+        number of experts in the stacks."""
         start, length, _ = self.kept
         if length == self.num_experts:
             return ids_TK
@@ -198,7 +197,7 @@ class Experts(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The parameters, in the form that `Ops.experts` takes."""
+        """The parameters, as `Ops.experts` takes them."""
         parameters = dict(self.named_parameters())
         return ExpertWeights(
             gate_up_NGE=parameters["gate_up_proj"],
@@ -211,7 +210,7 @@ class Experts(nn.Module):
 
 
 class MoeParts(NamedTuple):
-    """The submodules of a mixture. It also has each as an attribute under a checkpoint's name."""
+    """The submodules of a mixture. Each is also an attribute under its name in checkpoints."""
 
     router: Router
     experts: Experts
@@ -220,11 +219,9 @@ class MoeParts(NamedTuple):
 
 
 class MixtureOfExperts(BackendLayer):
-    """Each token's chosen experts, weighted and summed, plus the shared expert of all tokens.
-
-    Under tensor parallelism each rank has the whole router and some experts, and the caller must
-    sum the outputs over the ranks.
-    """
+    """Each token's chosen experts, weighted and summed, plus the shared expert of all tokens. Under
+    tensor parallelism each rank has the whole router and some experts, and the caller must sum the
+    outputs over the ranks."""
 
     weights: ExpertWeights
 
@@ -265,7 +262,8 @@ class MixtureOfExperts(BackendLayer):
         self.weights = self.parts.experts.weights
 
     def forward(self, x_TE: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the output, [T, E]. Writes the experts to `batch.routing_TLK` if it is given."""
+        """Return the output, [T, E]. Writes the chosen experts' ids to `batch.routing_TLK` if it is
+        not None."""
         router, experts, shared, shared_gate = self.parts
         correction_N = getattr(self._corrected, CORRECTION, None)
         ids_TK, weights_TK = router(x_TE, correction_N)

@@ -4,8 +4,8 @@ Used for families like DeepSeek by `rollout.models.decoder`, which runs it, by `
 and `rollout.models.layout`, which make its specs, and by `rollout.models.causal_lm`, which finds
 its HeadProjections. A forward pass writes only the KV cache, through the attention backend. Shape
 letters: T tokens, E hidden size, H heads, R latent rank, N dims of a head that are not rotated, P
-dims that the rope rotates, D = R + P cached dims, V value dims of a head.
-Source: DeepSeek-AI 2024, "DeepSeek-V2", sec. 2.1 and appendix C.
+dims that the rope rotates, D = R + P cached dims, V value dims of a head. Source: DeepSeek-AI 2024,
+"DeepSeek-V2", sec. 2.1 and appendix C.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ LATENT_NORM_EPS = 1e-6  # in all published models, whatever the eps of their oth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentDims:
-    """Sizes of latent attention, under the names that Hugging Face configs use.
-
-    `q_lora_rank`: None if queries are projected directly from the hidden state. The constructor
-    raises ModelError for a size that is not a positive integer and for an odd `qk_rope_head_dim`.
-    """
+    """Sizes of latent attention, under the names that Hugging Face configs use. `q_lora_rank` is
+    None if queries are projected directly from the hidden state. Raises ModelError for a size that
+    is not a positive integer and for an odd `qk_rope_head_dim`."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -54,19 +52,18 @@ class LatentDims:
 
     @property
     def query_dim(self) -> int:
-        """Dims N + P of a projected query head, before its N dims are mapped to the latent's R."""
+        """Dims N + P of a query head, before the N dims are mapped to R dims of the latent."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_dim(self) -> int:
-        """Dims D that the cache keeps per token: the latent, and the rotated key of all heads."""
+        """Dims D that the cache keeps per token: the latent, and the rotated key that all heads
+        share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttentionSpec(AttentionLayerSpec):
-    """Sizes and variants of one layer's latent attention."""
-
     dims: LatentDims
     rope: RopeSpec
     rope_index: int
@@ -74,11 +71,9 @@ class LatentAttentionSpec(AttentionLayerSpec):
 
 
 class HeadProjections(BackendLayer):
-    """The weight `kv_b_proj`, [H (N + V), R], which expands a latent to keys and values of H heads.
-
-    LatentAttention never expands latents: it applies the key part of the weight to queries, and the
-    value part to weighted sums of latents.
-    """
+    """The weight `kv_b_proj`, [H (N + V), R], which maps a latent to keys and values of H heads.
+    LatentAttention never expands latents. It multiplies queries by the key part of the weight, and
+    weighted sums of latents by the value part."""
 
     def __init__(
         self,
@@ -89,7 +84,7 @@ class HeadProjections(BackendLayer):
         device: torch.device,
         kept: Range | None = None,
     ) -> None:
-        """`kept`: the heads that this rank has; None for all `num_heads`."""
+        """`kept` is the range of heads that this rank has; None means all `num_heads`."""
         super().__init__()
         kept = kept or Range(0, num_heads)
         self.split = [dims.qk_nope_head_dim, dims.v_head_dim]
@@ -108,9 +103,9 @@ class LatentAttention(AttentionLayer):
     """Multi-head latent attention.
 
     The cache keeps one head of D dims per token: the normed latent of R dims, and the rotated key
-    of P dims. All query heads use it as their key, and its latent as their value. The N dims of a
-    query are mapped to R dims, so that its scores equal those with expanded keys of N + P dims. A
-    rank has some query heads; all ranks cache the same latents.
+    of P dims. All query heads use this head as their key, and its latent as their value. The N dims
+    of a query are mapped to R dims, so that its scores equal scores with expanded keys of N + P
+    dims. Each rank has some query heads, and all ranks cache the same latents.
     """
 
     def __init__(
@@ -154,8 +149,8 @@ class LatentAttention(AttentionLayer):
     def _heads(
         self, x_TE: Tensor, angles: Angles, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor, Rotation | None]:
-        """Return queries mapped to D dims, the key to cache, its latent part as the value, and
-        None: queries and keys are rotated already."""
+        """Return queries mapped to D dims, the key to cache, and the key's latent part as the
+        value. The Rotation is None, because queries and keys are rotated already."""
         dims = self.spec.dims
         query, cached_TD = self.input(x_TE).split(self.input_split, dim=1)
         if self.q_b is not None and self.q_a_layernorm is not None:

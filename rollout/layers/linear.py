@@ -1,8 +1,8 @@
 """Linear: one or several projections of the same input, fused into one matrix.
 
-Used by all layers with matrix products except Router, by the language-model head of
-`rollout.models.causal_lm`, and by `rollout.models.weight_names`, which asks for slots. Weight
-updates call its `stage`, `refresh` and `restore`; a forward pass changes nothing.
+Used by the attention, MLP and expert layers of `rollout.layers`, by the language-model head of
+`rollout.models.causal_lm`, by `rollout.models.weight_names`, and by benchmarks. Weight updates call
+`stage`, `refresh` and `restore`, which change packed copies. A forward pass changes nothing.
 
 Shape letters: T tokens, K in features, N out features of all parts together.
 """
@@ -27,10 +27,10 @@ NO_CUTS: Mapping[str, Sequence[Range]] = MappingProxyType({})
 class Linear(BackendLayer):
     """y_TN = x_TK @ weight.T + bias_N, where the rows of `weight`, [N, K], belong to named parts.
 
-    Fusing saves products: query, key and value become one. The parts keep the names that they have
-    in a checkpoint, and `weight_slots` has a slot for each. `parts` maps each name to the number of
-    its rows on this rank. A backend may repack `weight` in the weight's own memory: the tensor then
-    has another shape, and `repacked` reads and writes its rows.
+    Parts are for example "q_proj", "k_proj" and "v_proj". The parts keep their names in
+    checkpoints, and `weight_slots` has a slot for each part. `parts` maps each name to the number
+    of its rows on this rank. A backend can repack `weight` in the weight's own memory. The tensor
+    then has another shape, and `repacked` reads and writes its rows.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Linear(BackendLayer):
         columns: Range | None = None,
         adds_bias: bool = True,
     ) -> None:
-        """`parts`: out features by name, in row order. `tied_weight`: another layer's parameter to
-        share; None for an own one. `rows`: by part, the rows that this rank keeps; all if not
-        named. `columns`: the columns that it keeps of all parts, None for all. With `columns` the
-        caller must sum the products over the ranks, and one rank alone has `adds_bias`."""
+        """`parts` has the out features by name, in row order. `tied_weight` is another layer's
+        parameter to share; None means a parameter of this layer. `rows` has the rows of a part that
+        this rank keeps; a part without an entry is kept whole. `columns` is the range of columns
+        that this rank keeps; None means all. If `columns` is given, the caller must sum the
+        products over the ranks, and only one rank can have `adds_bias`."""
         super().__init__()
         self.parts, self.adds_bias = dict(parts), adds_bias
         for part, size in parts.items():
@@ -77,13 +78,13 @@ class Linear(BackendLayer):
         self.handle = backend.ops.prepare_linear(self.weight, bias, may_repack=True)
 
     def stage(self, weights: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Any:
-        """Pack new weights, one tensor per part in order. Returns what `refresh` takes. The layer
-        does not change. `allocate` is as in `Ops.stage`."""
+        """Pack new weights, one tensor per part in order. Return the packed weights for `refresh`.
+        The layer does not change. `allocate` is as in `Ops.stage`."""
         return self.ops.stage(self.handle, weights, allocate)
 
     def refresh(self, staged: Any = None) -> None:
-        """Update the backend's packed copy after the weight was changed in place. `staged`: what
-        `stage` returned for the new values; None packs them now."""
+        """Update the backend's packed copy after the weight was changed in place. `staged` is the
+        result of `stage` for the new values. If it is None, they are packed now."""
         self.ops.refresh(self.handle, staged)
 
     def release_packed(self) -> None:
@@ -92,20 +93,19 @@ class Linear(BackendLayer):
 
     @property
     def packed(self) -> Any:
-        """The backend's packed copy; None if the weight cannot be restored from one."""
+        """The backend's packed copy; None if the weight cannot be restored from a copy."""
         return self.ops.packed(self.handle)
 
     @property
     def repacked(self) -> RepackedWeight | None:
-        """Access to the weight's rows if the backend has repacked it in its memory; else None."""
+        """Access to the weight's rows if the backend has repacked the weight in place; else
+        None."""
         return None if self.handle is None else self.ops.repacked(self.handle)
 
     def restore(self, packed: Any, staged: Any) -> None:
-        """Undo `refresh(staged)`. `packed`: the value of the property `packed` before it.
-
-        If `packed` is None and the weight is not repacked, the caller must have restored the
-        weight's values before.
-        """
+        """Undo `refresh(staged)`. `packed` is the value of the property `packed` before the
+        refresh. If `packed` is None and the weight is not repacked, first restore the weight's
+        values."""
         if self.repacked is not None:
             self.repacked.undo(staged)
         elif packed is not None:
@@ -116,7 +116,8 @@ class Linear(BackendLayer):
         return self.ops.linear(x_TK, self.handle)
 
     def float32(self, x_TK: Tensor) -> Tensor:
-        """Return the product in float32, without rounding to x's dtype if the device can."""
+        """Return the product in float32, without rounding to x's dtype if the device can avoid
+        it."""
         return self.ops.linear_float32(x_TK, self.handle)
 
     def weight_slots(self) -> dict[str, WeightSlot]:

@@ -1,8 +1,8 @@
 """GatedMLP: the gated feed-forward network down(activation(gate(x)) * up(x)).
 
-Used by `rollout.models.decoder`, as the shared expert in `rollout.layers.experts`, and by
-`rollout.models.layout`, which makes its spec. A forward pass changes nothing.
-Source: Shazeer 2020, "GLU Variants Improve Transformer". Shape letters: T tokens, E hidden size.
+Used by `rollout.models.decoder`, by `rollout.layers.experts` as the shared expert, and by
+`rollout.models.layout`, which makes its spec. A forward pass changes nothing. Source: Shazeer 2020,
+"GLU Variants Improve Transformer". Shape letters: T tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from rollout.layers.shard import ALONE, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Sizes and variants of a GatedMLP.
-
-    `is_fused`: checkpoints keep gate and up as one `gate_up_proj`.
-    """
+    """Sizes and variants of a GatedMLP. `is_fused` says whether checkpoints keep gate and up as one
+    `gate_up_proj`."""
 
     intermediate_size: int
     bias: bool
@@ -32,11 +30,9 @@ class MlpSpec:
 
 
 class GatedMLP(BackendLayer):
-    """The gated feed-forward network, with gate and up fused into one projection.
-
-    Under tensor parallelism each rank has some of the intermediate columns, and the caller must sum
-    the outputs over the ranks.
-    """
+    """The gated feed-forward network, with gate and up fused into one projection. Under tensor
+    parallelism each rank has some of the intermediate columns, and the caller must sum the outputs
+    over the ranks."""
 
     def __init__(
         self,

@@ -21,10 +21,11 @@ from rollout.parallel.collectives import Collectives
 class RMSNorm(BackendLayer):
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in float32.
 
-    `offset` is added to the weight, in float32 (Gemma stores weights minus 1). `rounds_first`: the
-    family's trainers round to x's dtype before the product with the weight; this layer does so too
-    if its backend has `rounds_like_trainers`. `kept`: the dims that this rank has if rows are split
-    over the ranks, see `norm_cut_rows`; None for all dims.
+    `offset` is added to the weight in float32, because Gemma stores weights minus 1. `rounds_first`
+    says whether the family's trainers round to x's dtype before the product with the weight. If so,
+    this layer rounds there, too, if its backend has `rounds_like_trainers`. `kept` is the range of
+    dims that this rank has if rows are split over the ranks (see `norm_cut_rows`); None means all
+    dims.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class RMSNorm(BackendLayer):
         return self.weight.float() + self.offset if self.offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normed. `x` may be a strided view of a fused projection."""
+        """Return `x` normed. `x` can be a strided view of a fused projection."""
         return self.ops.rms_norm(x, self.scale, self.eps, rounds_first=self.rounds_first)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual); `residual_TE` None stands for zeros."""
+        """Return (norm(x + residual), x + residual). `residual_TE` None means zeros."""
         if residual_TE is None:
             return self(x_TE), x_TE
         rounds_first = self.rounds_first
@@ -70,10 +71,8 @@ class RMSNorm(BackendLayer):
 
 def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> list[Tensor]:
     """Return this rank's parts of normed rows that are split over the ranks. Each of `rows` is an
-    RMSNorm and this rank's part of the rows, [T, H, D].
-
-    One all-reduce sums the squares of all ranks. A part that several ranks have counts once.
-    """
+    RMSNorm and this rank's part of the rows, [T, H, D]. One all-reduce sums the squares of all
+    ranks. A part that several ranks have counts once."""
     sums_TN = torch.stack(
         [x_THD.float().square().sum((1, 2)) * norm.is_counted for norm, x_THD in rows], dim=1
     )
@@ -91,7 +90,8 @@ def norm_cut_rows(collectives: Collectives, *rows: tuple[RMSNorm, Tensor]) -> li
 
 
 class LayerNorm(BackendLayer):
-    """(x - mean(x)) / sqrt(variance(x) + eps) * weight over the last dimension, in float32."""
+    """(x - mean(x)) / sqrt(variance(x) + eps) * weight over the last dimension, computed in
+    float32."""
 
     def __init__(self, dim: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -102,6 +102,6 @@ class LayerNorm(BackendLayer):
         return self.ops.layer_norm(x, self.weight, self.eps)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual); `residual_TE` None stands for zeros."""
+        """Return (norm(x + residual), x + residual). `residual_TE` None means zeros."""
         total_TE = x_TE if residual_TE is None else x_TE + residual_TE
         return self(total_TE), total_TE

@@ -1,10 +1,9 @@
 """Rotary position embedding: RopeSpec, its frequencies, and RotaryTable of cosines and sines.
 
 Used by CausalLM, which owns the tables, by the attention layers, which reorder heads, and by
-`rollout.models` to read a RopeSpec from configs. Shape letters: T tokens, P positions, D head dim,
-F frequencies (half of the rotated dims).
-Sources: Su et al. 2021, "RoFormer"; Peng et al. 2023, "YaRN"; Ding et al. 2024, "LongRoPE"; the
-Llama 3.1 release.
+`rollout.models`, which reads a RopeSpec from configs. Shape letters: T tokens, P positions, D head
+dim, F frequencies (half of the rotated dims). Sources: Su et al. 2021, "RoFormer"; Peng et al.
+2023, "YaRN"; Ding et al. 2024, "LongRoPE"; the Llama 3.1 release.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 class RopeSpec:
     """How positions become angles. Fields that `kind` does not use keep their defaults.
 
-    `factor`: ratio of the stretched context to the original one. `partial`: share of a head's dims
-    that is rotated; these are its first R dims, in pairs (i, i + R / 2), or (2i, 2i + 1) if
-    `is_interleaved`. The constructor raises ModelError for values that give no angles.
+    `factor` is the ratio of the stretched context to the original one. `partial` is the share of a
+    head's dims that is rotated, from its first dim on. R rotated dims form pairs (i, i + R / 2), or
+    (2i, 2i + 1) if `is_interleaved`. Raises ModelError for values that give no angles.
     """
 
     theta: float = 10_000.0
@@ -80,16 +79,13 @@ def yarn_scale(factor: float, weight: float) -> float:
 
 
 def rotary_dim(rope: RopeSpec, head_dim: int) -> int:
-    """Return the number of a head's dims that are rotated."""
     return int(head_dim * rope.partial)
 
 
 def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Tensor | None:
     """Return the order of a head's dims, [D] int64, in which pairs (i, i + D / 2) are rotated.
-
-    Returns None if the dims have this order already, or without a rope. Dims that are not rotated
-    come at the end of each half. Reordering queries and keys alike does not change their scores.
-    """
+    Returns None if the dims have this order already, and without a rope. Dims that are not rotated
+    come at the end of each half. Reordering queries and keys alike does not change their scores."""
     if rope is None:
         return None
     dims_D, num_turning = torch.arange(head_dim), rotary_dim(rope, head_dim)
@@ -103,8 +99,8 @@ def head_order(rope: RopeSpec | None, head_dim: int, device: torch.device) -> Te
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position, [F] float32 on the CPU. They are theta^(-2i / R) for R rotated
-    dims, scaled as the rope's kind says."""
+    """Return radians per position, [F] float32 on the CPU: theta^(-2i / R) for R rotated dims,
+    scaled as the rope's kind says."""
     num_dims = rotary_dim(rope, head_dim)
     exponents_F = torch.arange(0, num_dims, 2, dtype=torch.float32) / num_dims
     if rope.kind == "longrope":
@@ -123,16 +119,16 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeSpec, frequencies_F: Tensor) -> Tensor:
-    """Return each frequency's weight without scaling, [F]: 1 for frequencies with many turns within
-    the original context, 0 for few turns, and linear in the frequency between."""
+    """Return the share of each frequency that stays unscaled, [F]: 1 for frequencies with many
+    turns within the original context, 0 for few turns, and linear in the frequency between."""
     turns_F = rope.original_max_positions * frequencies_F / (2 * math.pi)
     share_F = (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     return share_F.clamp(0, 1)
 
 
 def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
-    """Return the same as `_llama3_unscaled_share`, but linear in the frequency's index. Source:
-    YaRN, sec. 3.2 and appendix A.2."""
+    """Return the share of each frequency that stays unscaled, [F], as `_llama3_unscaled_share`
+    does, but linear in the frequency's index. Source: YaRN, sec. 3.2 and appendix A.2."""
 
     def index_of_turns(turns: float) -> float:
         stretch = rope.original_max_positions / (turns * 2 * math.pi)
@@ -151,9 +147,9 @@ def _yarn_unscaled_share(rope: RopeSpec, num_dims: int) -> Tensor:
 class RotaryTable(nn.Module):
     """Cosine and sine of every position up to a length that grows on demand, in float32.
 
-    Rows hold the values of both halves of a head, [P, D], as `Ops.rotary` takes them. Dims that are
+    Rows have the values of both halves of a head, [P, D], as `Ops.rotary` takes them. Dims that are
     not rotated have cosine 1 and sine 0. Heads must have the dim order of `head_order`. Growing
-    replaces the buffers: reserve the longest sequence before capturing a graph that reads them.
+    replaces the buffers, so reserve the longest sequence before capturing a graph that reads them.
     """
 
     cos_PD: Tensor
@@ -172,7 +168,7 @@ class RotaryTable(nn.Module):
         return self.cos_PD.shape[0]
 
     def reserve(self, num_positions: int) -> None:
-        """Make the table cover `num_positions`. If it must grow, it at least doubles."""
+        """Make the table cover `num_positions`. A table that must grow at least doubles."""
         if num_positions <= self.num_positions:
             return
         num_positions = max(num_positions, 2 * self.num_positions)

@@ -1,8 +1,8 @@
 """Shard and Cut: which part of a model, and of each weight, a tensor-parallel rank keeps.
 
-Used by the layers and `rollout.models` when a model is built and loaded, and by
-`rollout.weights.fingerprints` and `rollout.weights.lora_merge`, to map between a whole weight and
-this rank's part. Immutable values.
+Used by the layers and `rollout.models` when a model is built and loaded.
+`rollout.weights.fingerprints` and `rollout.weights.lora_merge` use them to map between a whole
+weight and this rank's part. Immutable values.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from rollout.backends.ops.fingerprint import Places
 
 
 class Range(NamedTuple):
-    """Items [start, start + length) of a dimension or of a list of heads or experts.
-
-    `is_counted`: False if a lower rank has the same items, so that sums over ranks skip this range.
-    """
+    """Items [start, start + length) of a dimension or of a list of heads or experts. `is_counted`
+    is False if a lower rank has the same items, so that sums over ranks skip this range."""
 
     start: int
     length: int
     is_counted: bool = True
 
     def of_width(self, width: int, *, after: int = 0) -> Range:
-        """Return the range in units, if each item has `width` units and `after` units precede."""
+        """Return the range in smaller units, `width` per item, such as dims of heads. `after` units
+        come before the first item."""
         return Range(after + self.start * width, self.length * width, self.is_counted)
 
 
@@ -47,8 +46,8 @@ class Shard:
         return Range(start, end - start)
 
     def kv_heads_of(self, num_kv_heads: int) -> Range:
-        """Return the KV heads that this rank's query heads read. With fewer KV heads than ranks,
-        several ranks read the same one."""
+        """Return the KV heads that this rank's query heads read. If there are fewer KV heads than
+        ranks, several ranks read the same head."""
         if num_kv_heads >= self.size:
             return self.range_of(num_kv_heads)
         is_first = self.rank * num_kv_heads % self.size == 0
@@ -68,21 +67,20 @@ class Cut:
 
     @property
     def kept_shape(self) -> torch.Size:
-        """Shape of the part that is kept."""
         length = sum(each.length for each in self.ranges)
         return torch.Size((*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]))
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the kept part of the whole weight; a view if it is one range or none, else a
-        copy."""
+        """Return the kept part of the whole weight. The part is a copy if it has several ranges,
+        else a view."""
         parts = [whole.narrow(self.dim, each.start, each.length) for each in self.ranges]
         if not parts:
             return whole.narrow(self.dim, 0, 0)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim)
 
     def rows_of(self, rows: Tensor, first_row: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the kept parts of `rows`, whose first is row `first_row` of the whole weight.
-        Yields pairs: first row of the values within the kept part, and the values."""
+        """Yield the kept parts of `rows`, whose first row is row `first_row` of the whole weight.
+        Yields pairs: the first row of the values within the kept part, and the values."""
         if self.dim:
             yield first_row, self.of(rows)
             return
@@ -113,8 +111,8 @@ class Cut:
 
 
 def cut_to(ranges: Iterable[Range], shape: tuple[int, ...], dim: int = 0) -> Cut | None:
-    """Return the cut of a weight of `shape` to these ranges of `dim`; None if they are all of it
-    and all counted."""
+    """Return the cut of a weight of `shape` to these ranges of `dim`. Return None if the ranges are
+    the whole dimension and all counted."""
     ranges = tuple(ranges)
     is_whole = all(each.is_counted for each in ranges)
     is_whole = is_whole and sum(each.length for each in ranges) == shape[dim]

@@ -1,8 +1,8 @@
-"""WeightSlot: access to one weight of a checkpoint, in whatever form a model keeps it.
+"""WeightSlot: access to one weight of a checkpoint, in whatever form a model keeps the weight.
 
-Layers and `rollout.models.weight_names` make the slots, by the names of checkpoints. CausalLM and
-`rollout.models.weights` load and save weights through them; `rollout.weights` stages, commits,
-fingerprints and offloads weights.
+Layers and `rollout.models.weight_names` make the slots. CausalLM and `rollout.models.weights` load
+and save weights through slots. `rollout.weights` uses them to stage, commit and fingerprint
+weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ WHOLE: Index = ()
 
 
 class WeightSlot(Protocol):
-    """Access to the values of one weight, which looks up its memory at each use: a slot stays valid
-    when parameters move or are repacked.
+    """Access to the values of one weight. A slot stays valid when parameters move or are repacked.
 
-    `shape`: shape of the whole weight. `cut`: the part that this rank keeps under tensor
-    parallelism, to which `read` and `write` then apply; None if this rank keeps all of it.
-    `address`: the weight's first byte in memory, 0 while the memory is released; slots with equal
-    addresses are tied weights. `is_repacked`: whether a backend has packed the weight in the
-    weight's own memory.
+    `shape` is the shape of the whole weight. `cut` is the part that this rank keeps under tensor
+    parallelism; None if this rank keeps the whole weight. `read` and `write` apply to that part.
+    `address` is the weight's first byte in memory; 0 while the memory is released. Tied weights
+    have equal addresses. `is_repacked` says whether a backend has packed the weight in the weight's
+    own memory.
     """
 
     @property
@@ -62,11 +61,9 @@ class WeightSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightAlias:
-    """A tensor that an update may contain in place of one or several weights.
-
-    `shape`: shape of the tensor. `parts`: each weight's index in it, by the weight's name. Together
-    they fill the tensor.
-    """
+    """A tensor that an update can have in place of one or several weights. `shape` is the shape of
+    the tensor. `parts` has each weight's index into the tensor, by the weight's name. Together the
+    weights fill the tensor."""
 
     shape: torch.Size
     parts: Mapping[str, Index]
@@ -78,7 +75,7 @@ def part_of(tensor: Tensor, index: Index) -> Tensor:
 
 
 class RowsOwner(Protocol):
-    """A layer with a matrix that a backend may repack in the matrix's own memory."""
+    """A layer with a matrix that a backend can repack in the matrix's own memory."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -88,7 +85,7 @@ class RowsOwner(Protocol):
 
 
 class RowsSlot:
-    """The slot of rows [start, end) of a layer's matrix, which may be repacked at any time."""
+    """The slot of rows [start, end) of a layer's matrix, which can be repacked at any time."""
 
     __slots__ = ("_end", "_owner", "_start", "shape")
     cut = None
@@ -170,9 +167,9 @@ class TensorSlot:
 class ReorderedSlot:
     """The slot of a stack whose rows or columns a checkpoint has in another order.
 
-    Each entry of the stack is a matrix or a vector. `alternate`: its rows form two halves, and the
-    checkpoint has the first row of both halves, then the second row of both, and so on.
-    `is_transposed`: the checkpoint has the transpose of each entry in that order.
+    Each entry of the stack is a matrix or a vector. If `alternate`, an entry's rows form two
+    halves, whose rows alternate in the checkpoint. If `is_transposed`, the checkpoint has the
+    transpose of each entry.
     """
 
     __slots__ = ("_alternate", "_is_transposed", "_stack", "shape")
@@ -248,7 +245,7 @@ class RepackedSlot:
 
 
 class CutSlot:
-    """The slot of a weight of which this rank keeps a part. `kept`: the slot of this part."""
+    """The slot of a weight of which this rank keeps a part. `kept` is the slot of this part."""
 
     __slots__ = ("_kept", "cut")
 
@@ -283,7 +280,7 @@ class CutSlot:
 
 class AbsentSlot:
     """The slot of a weight, such as an expert's, that only another rank has. `read` returns 0 rows.
-    Its address is a unique negative number."""
+    `address` is a unique negative number."""
 
     __slots__ = ("cut", "dtype", "shape")
     is_repacked = False
@@ -307,19 +304,20 @@ class AbsentSlot:
 
 
 def slot_of(kept: WeightSlot, cut: Cut | None) -> WeightSlot:
-    """Return the slot of a weight, given the slot of this rank's part. `cut`: the part; None if it
-    is the whole weight."""
+    """Return the slot of a weight, given the slot of this rank's part. `cut` is the part; None if
+    it is the whole weight."""
     return kept if cut is None else CutSlot(kept, cut)
 
 
 def kept_of(slot: WeightSlot, whole: Tensor) -> Tensor:
-    """Return the part of a whole weight's values that `slot` keeps; a copy if it has several
-    ranges, else a view."""
+    """Return the part of a whole weight's values that `slot` keeps. The part is a copy if it has
+    several ranges, else a view."""
     return whole if slot.cut is None else slot.cut.of(whole)
 
 
 def write_rows(slot: WeightSlot, rows: Tensor, first_row: int) -> None:
-    """Write the kept part of `rows`, whose first is row `first_row` of the slot's whole weight."""
+    """Write the kept part of `rows`, whose first row is row `first_row` of the slot's whole
+    weight."""
     if slot.cut is None:
         slot.write(rows, first_row)
         return

@@ -1,7 +1,8 @@
 """Decoder language models for inference, read from and written to Hugging Face checkpoints.
 
-The names of `__all__` are public; programs and benchmarks import them from here. Each name's module
-is imported when the name is first used."""
+Programs and benchmarks import the public names in `__all__` from here. A name's module is imported
+when the name is first used.
+"""
 
 from rollout.lazy_names import lazy_names as _lazy_names
 

@@ -1,9 +1,10 @@
 """CausalLM: the model that an engine runs, with its weights addressable by Hugging Face names.
 
-`rollout.models.checkpoints.loading` builds and fills it, `rollout.worker.loading` prepares it, and
-ModelRunner runs it. The modules of `rollout.weights` update its weights, and
-`rollout.serve.control.announcement` reads its weight table. Shape letters: L logit rows, E hidden
-size, V vocabulary, P vocabulary ids of one rank.
+`rollout.models.checkpoints.loading` builds and fills a CausalLM, `rollout.worker.loading` prepares
+it, and `rollout.worker.model_runner` runs it. The modules of `rollout.weights` update its weights.
+`rollout.serve.control.announcement` reads its weight table, and `rollout.engine.build` uses it to
+build the engine. Shape letters: L logit rows, E hidden size, V vocabulary, P vocabulary ids of one
+rank.
 """
 
 from __future__ import annotations
@@ -40,11 +41,9 @@ _DRAWN_AT_ONCE = 1 << 20  # random values; bounds the temporary memory
 
 
 class CausalLM(nn.Module):
-    """A decoder with its language-model head, for inference: no parameter has a gradient.
-
-    A new model has undefined weights. Fill them through `weight_slots`, call `prepare`, then run
-    it. After an in-place change of weights call `refresh`.
-    """
+    """A decoder with its language-model head, for inference. No parameter requires a gradient. A
+    new model has undefined weights. Fill them through `weight_slots`, call `prepare`, then run the
+    model. Call `refresh` after an in-place change of weights."""
 
     attention: AttentionBackend
     collectives: Collectives
@@ -79,18 +78,16 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> CausalLM:
-        """Return a model with the weights that `randomize` draws, equal on every device. `dtype`
-        None means the spec's dtype."""
+        """Return a model with the weights that `randomize` draws, equal on every device. If `dtype`
+        is None, the spec's dtype is used."""
         model = cls(spec if dtype is None else replace(spec, dtype=dtype), device)
         model.randomize(seed)
         return model
 
     def randomize(self, seed: int) -> None:
-        """Overwrite all weights with random values, drawn on the host in float32.
-
-        Matrices have a standard deviation of 0.02, norms multiply by 1, and biases, router
-        corrections and attention sinks are 0.
-        """
+        """Overwrite all weights with random values, drawn on the host in float32. Matrices have a
+        standard deviation of 0.02. Norms multiply by 1. Biases, router corrections and attention
+        sinks are 0."""
         generator = torch.Generator().manual_seed(seed)
         for name, slot in self.weight_slots().items():
             if len(slot.shape) == 1 or name.endswith("bias"):
@@ -106,12 +103,9 @@ class CausalLM(nn.Module):
                     write_rows(slot, drawn.normal_(std=INIT_STD, generator=generator), row)
 
     def prepare(self, backend: Backend) -> None:
-        """Bind the backend into every layer and let it choose matrix products.
-
-        The weights must be filled before: products may pack copies of them, or pack a weight in its
-        own memory. Raises ModelError unless the backend has the rank and group size of the spec's
-        `shard`.
-        """
+        """Bind the backend into every layer, and let the backend choose matrix products. Fill the
+        weights before, because the backend can pack copies of them or repack them in place. Raises
+        ModelError unless the backend has the rank and group size of the spec's `shard`."""
         shard, group = self.spec.shard, backend.collectives
         if (shard.rank, shard.size) != (group.rank, group.size):
             raise ModelError(
@@ -136,8 +130,8 @@ class CausalLM(nn.Module):
         self.is_prepared = True
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Make the rotary tables at least this long. Graph capture needs that in advance; otherwise
-        `forward` lets them grow."""
+        """Make the rotary tables at least this long. Call this before a graph capture, during which
+        `forward` cannot extend them."""
         for table in self.rotary:
             table.reserve(num_positions)
 
@@ -158,8 +152,8 @@ class CausalLM(nn.Module):
         return hidden_LE
 
     def compute_logits(self, hidden_LE: Tensor) -> Tensor:
-        """Return the float32 logits of all ids, [L, V], on every rank. Raises ModelError before
-        `prepare`."""
+        """Return the float32 logits of all vocabulary ids, [L, V], on every rank. Raises ModelError
+        before `prepare`."""
         self._require_prepared()
         spec = self.spec
         logits_LV: Tensor = self.lm_head.float32(hidden_LE)
@@ -170,7 +164,7 @@ class CausalLM(nn.Module):
         return logits_LV if spec.shard.size == 1 else self._gathered(logits_LV)
 
     def _gathered(self, logits_LP: Tensor) -> Tensor:
-        """Return the logits of all ids, [L, V], gathered from each rank's logits. A collective."""
+        """Return the logits of all ids, [L, V], gathered from all ranks. A collective."""
         size, vocab_size = self.spec.shard.size, self.spec.vocab_size
         widths = [Shard(rank, size).range_of(vocab_size).length for rank in range(size)]
         if vocab_size % size == 0:
@@ -184,15 +178,16 @@ class CausalLM(nn.Module):
         """Return a slot to read and write each weight, by its name in saved directories.
 
         Persistent buffers are included. Tied weights appear under both names and have equal
-        addresses. A rank of a group has slots of all weights, but keeps only a part of a weight's
-        values, or none. Call `refresh` after writes.
+        addresses. A rank of a group has slots of all weights, but keeps only a part of each
+        weight's values, or none. Call `refresh` after writes.
         """
         return self.weight_table().slots
 
     def weight_table(self) -> WeightTable:
-        """Return the weight slots, with the live module's names for them. The table is made once:
-        slots look up their memory at each use."""
+        """Return the weight slots with all their names. The result is the same object at every
+        call."""
         if self._table is None:
+            # Made once: slots look up their memory at each use.
             spec = self.spec
             mtp_layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
             self._table = table_of(
@@ -214,8 +209,8 @@ class CausalLM(nn.Module):
         return {name: slot.read() for name, slot in self.weight_slots().items()}
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that checkpoints hold, by their live names. Rotary tables are not
-        among them."""
+        """Return the buffers that checkpoints hold, by their names in this module. Rotary tables
+        are not included."""
         return {
             name: tensor
             for name, tensor in self.state_dict(keep_vars=True).items()
@@ -224,38 +219,37 @@ class CausalLM(nn.Module):
 
     @property
     def num_table_bytes(self) -> int:
-        """Bytes of the buffers and rotary tables, which the model keeps beside its parameters."""
+        """Bytes of the model's buffers and rotary tables, which are not parameters."""
         modules = (self, *self.rotary)
         return sum(buffer.nbytes for module in modules for buffer in module.buffers())
 
     def refresh(self, staged: Sequence[Any] | None = None) -> None:
-        """Bring packed copies of the weights up to date after an in-place change.
-
-        `staged` has the result of `Linear.stage` for each of `linear_layers`, in order. If it is
-        None or empty, the layers pack their present weights.
-        """
+        """Bring packed copies of the weights up to date after an in-place change. `staged` has the
+        result of `Linear.stage` for each of `linear_layers`, in order. If it is None or empty, the
+        layers pack their present weights."""
         self._require_prepared()
         layers = self.linear_layers().values()
         for layer, prepared in zip(layers, staged or [None] * len(layers), strict=True):
             layer.refresh(prepared)
 
     def release_packed(self) -> None:
-        """Drop packed copies of the weights; `refresh` makes them again. Weights that are packed in
-        their own memory stay."""
+        """Drop packed copies of the weights, which `refresh` makes again. Weights that were
+        repacked in place stay."""
         self._require_prepared()
         for layer in self.linear_layers().values():
             layer.release_packed()
 
     def linear_layers(self) -> dict[str, Linear]:
-        """Return all linear layers by path, with the head, in the same order at every call."""
+        """Return all linear layers by path, including the head, in the same order at every call."""
         if self._linear_layers is None:
             linear = {path: m for path, m in self.named_modules() if isinstance(m, Linear)}
             self._linear_layers = linear
         return self._linear_layers
 
     def linear_modules(self) -> set[str]:
-        """Return the checkpoint's names of all linear layers, which LoRA may target. Each part of a
-        fused layer has its own name. `kv_b_proj` of latent attention is included."""
+        """Return the checkpoint's names of all linear layers, which LoRA can target. Each part of a
+        fused layer has its own name, such as "q_proj". `kv_b_proj` of latent attention is
+        included."""
         parts = {
             f"{path.rpartition('.')[0]}.{part}".removeprefix(".")
             for path, layer in self.linear_layers().items()
@@ -264,8 +258,8 @@ class CausalLM(nn.Module):
         return parts | {p for p, m in self.named_modules() if isinstance(m, HeadProjections)}
 
     def cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> CacheSpec:
-        """Return the sizes of this model's KV cache on this rank. `dtype` None means the model's
-        dtype."""
+        """Return the sizes of this model's KV cache on this rank. If `dtype` is None, the model's
+        dtype is used."""
         latent = self.spec.latent
         return CacheSpec(
             num_layers=self.spec.num_layers,

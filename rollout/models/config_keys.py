@@ -1,7 +1,8 @@
-"""Checks of a Hugging Face config: which keys a family reads, and which values each may have.
+"""Checks of a Hugging Face config: which keys a family reads, and which values they can have.
 
-Used by ModelSpec. A key that the family does not read is refused by name, unless it has no effect
-in inference, or has a value with which transformers computes the same as without the key.
+Used by `rollout.models.spec`. A key that the family does not read is refused by name. Exceptions
+are keys without effect in inference, and values with which transformers computes the same as
+without the key.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ KINDS: Mapping[str, Kind] = {
         ),
         COUNT,
     ),
-    # 0 stands in configs whose layers have no window.
+    # Configs whose layers have no window have 0.
     "sliding_window": COUNT.or_null,
     **dict.fromkeys(
         (
@@ -153,12 +154,12 @@ KINDS: Mapping[str, Kind] = {
 
 
 def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the values of the keys that `family` reads, with the family's default for absent keys.
+    """Return the values of the keys that `family` reads. An absent key has the family's default.
 
     The value of a key's alias is returned under the key's name. As in transformers, a null
-    `rope_parameters` or `rope_scaling` counts as absent. Raises ModelError for a key that the
-    family does not know, for a value that it cannot use, for a key and its alias with different
-    values, and for a `quantization_config` that `quant_method_of` refuses.
+    `rope_parameters` or `rope_scaling` counts as absent. Raises ModelError for an unknown key, for
+    a value that the family cannot use, for a key and its alias with different values, and for an
+    unsupported `quantization_config`.
     """
     quant_method_of(config)
     for key in sorted(config):
@@ -179,7 +180,6 @@ def read_keys(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any, family: Family) -> None:
-    """Raise ModelError if `family` does not know the key, or cannot use its value."""
     if key in family.fixed:
         if value not in family.fixed[key]:
             raise ModelError(
@@ -200,8 +200,8 @@ def _check(key: str, value: Any, family: Family) -> None:
 
 
 def activation_of(config: Mapping[str, Any], family: Family) -> str:
-    """Return ModelSpec's name of the config's activation; the family's first if it names none.
-    Raises ModelError for an activation that the family does not support."""
+    """Return ModelSpec's name of the config's activation. A config without one has the family's
+    first activation. Raises ModelError for an activation that the family does not support."""
     key, names = family.activation_key, family.activations
     name = config.get(key, next(iter(names)))
     if name not in names:
@@ -210,8 +210,8 @@ def activation_of(config: Mapping[str, Any], family: Family) -> str:
 
 
 def activation_to_hf(activation: str, family: Family) -> str:
-    """Return transformers' name of `activation`, a name of ModelSpec. Raises ModelError if the
-    family does not support it."""
+    """Return transformers' name of ModelSpec's `activation`. Raises ModelError if the family does
+    not support it."""
     names = [name for name, own in family.activations.items() if own == activation]
     if not names:
         raise ModelError(f"a {family.name!r} config cannot express activation={activation!r}")

@@ -1,7 +1,8 @@
-"""Kinds of values that config keys may have, and checks of integers and numbers.
+"""Kinds of values that config keys can have, and checks of integers and numbers.
 
-Used by `rollout.models.config_keys` and `rollout.models.rope_config`. Bools are no numbers here:
-JSON tells true, 1 and 1.0 apart, although they are equal in Python."""
+Used by `rollout.models.config_keys` and `rollout.models.rope_config`. A bool is not a number here,
+because JSON tells true, 1 and 1.0 apart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MAX_FLOAT = sys.float_info.max
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value. `name` describes it in errors; `accepts` tests whether a value is one."""
+    """A kind of value. `name` describes it in errors. `accepts` returns whether a value is of this
+    kind."""
 
     name: str
     accepts: Callable[[Any], bool]

@@ -1,8 +1,9 @@
 """Decoder: token embedding, layers of residual branches and final norm, common to all families.
 
-CausalLM builds and calls it; a fused decoder gets its `parts`. Attributes are named as in Hugging
-Face checkpoints, because module paths give the names of weights. Shape letters: T tokens, L kept
-tokens, E hidden size, D head dim.
+`rollout.models.causal_lm` builds and calls the Decoder, and passes its `parts` to a fused decoder.
+`rollout.models.weight_names` imports Embedding. Attributes are named as in Hugging Face
+checkpoints, because module paths give the names of weights. Shape letters: T tokens, L kept tokens,
+E hidden size, D head dim.
 """
 
 from __future__ import annotations
@@ -57,24 +58,22 @@ class Embedding(BackendLayer):
         return nn.functional.embedding(rows_T, self.weight)
 
     def _of_all(self, token_ids_T: Tensor) -> Tensor:
-        """Return the vectors of ids of all ranks. Each rank uses zeros for ids that it lacks, and
-        the ranks sum. A collective."""
+        """Return the vectors of all token ids, including ids of other ranks. A collective."""
+        # Each rank uses zeros for ids that it lacks, and the ranks sum.
         rows_T = token_ids_T - self.kept.start
         is_absent_T1 = ((rows_T < 0) | (rows_T >= self.kept.length)).unsqueeze(1)
         x_TE = self._vectors(rows_T.clamp(0, self.kept.length - 1))
         return self.collectives.all_reduce_(x_TE.masked_fill(is_absent_T1, 0.0))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Return the slot of the weight's rows on this rank, under the name "weight"."""
+        """Return the slot of this rank's rows under the name "weight"."""
         return {"weight": RowsSlot(self, 0, self.kept.length)}
 
 
 class Branch(NamedTuple):
-    """A residual branch of a layer. Its modules are also attributes of the layer.
-
-    `sums` says what tensor-parallel ranks sum after the mixer: "own" for its output, "total" for
-    the outputs of this branch and the one before, None if the next branch sums both.
-    """
+    """A residual branch of a layer. Its modules are also attributes of the layer. `sums` says what
+    tensor-parallel ranks sum after the mixer. "own" means the mixer's output. "total" means the
+    outputs of this branch and of the branch before. None means that the next branch sums both."""
 
     norm_before: Norm | None
     mixer: Mixer
@@ -84,11 +83,11 @@ class Branch(NamedTuple):
 
 
 class DecoderLayer(BackendLayer):
-    """Residual branches in sequence, each around one mixer (attention, MLP or experts).
+    """Residual branches in sequence, each with one mixer (attention, MLP or experts).
 
-    The residual stream is passed on as two tensors: `residual`, and `delta`, the last branch's
-    output, which is not added yet. The next norm adds and norms in one pass. `residual` is None
-    before the first layer.
+    A layer takes and returns the residual stream as two tensors. `delta` is the last branch's
+    output, which is not yet added to `residual`. The next norm adds and norms in one pass.
+    `residual` is None before the first layer.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class DecoderLayer(BackendLayer):
         sums: str | None,
         device: torch.device,
     ) -> Branch:
-        """Return the branch, with its modules added to this layer under the checkpoint's names."""
+        """Return the branch. Add its modules to this layer under the checkpoint's names."""
         names = branch.names
         mixer = make_mixer(spec, index, branch.mixer, device)
         norms: list[Norm | None] = []
@@ -130,8 +129,8 @@ class DecoderLayer(BackendLayer):
         batch: ForwardBatch,
         kept_L: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return `(delta, residual)` after this layer: for all tokens, or for the tokens `kept_L`.
-        The attention writes the KV cache for all tokens in either case."""
+        """Return `(delta, residual)` after this layer, for all tokens or only for the tokens
+        `kept_L`. The attention writes the KV cache for all tokens in both cases."""
         x_TE = delta_TE
         for norm_before, mixer, norm_after, is_parallel, sums in self.branches:
             if not is_parallel:
@@ -159,8 +158,8 @@ class DecoderLayer(BackendLayer):
         return delta_TE, residual_TE
 
     def parts(self) -> DecoderLayerParts | None:
-        """Return this layer's weights for a fused decoder; None unless the layer is attention, but
-        not latent attention, followed by a gated MLP."""
+        """Return this layer's weights for a fused decoder. Returns None unless the layer is a
+        grouped-query attention followed by a gated MLP."""
         if len(self.branches) != 2:
             return None
         first, second = self.branches
@@ -197,16 +196,13 @@ class Decoder(nn.Module):
         self.norm = make_norm(spec, device)
 
     def forward(self, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Return the hidden states of `batch.logit_indices_L` after the final norm, [L, E].
-
-        The last layer drops the other tokens after its attention, unless the batch records the
-        experts of all tokens.
-        """
+        """Return the hidden states of `batch.logit_indices_L` after the final norm, [L, E]."""
         delta_TE, residual_TE = self.embed_tokens(batch.token_ids_T), None
         *layers, last_layer = self.layers
         for layer in layers:
             delta_TE, residual_TE = layer(delta_TE, residual_TE, angles, batch)
         kept_L = batch.logit_indices_L
+        # The last layer drops other tokens after its attention, unless their experts are recorded.
         if batch.routing_TLK is None:
             delta_LE, residual_LE = last_layer(delta_TE, residual_TE, angles, batch, kept_L)
         else:
@@ -215,8 +211,8 @@ class Decoder(nn.Module):
         return self.norm.add(delta_LE, residual_LE)[0]
 
     def parts(self) -> DecoderParts | None:
-        """Return all weights and constants for a fused decoder; None if a layer has no `parts`. The
-        layers must be bound to a backend."""
+        """Return all weights and constants for a fused decoder, or None if a layer's `parts` is
+        None. The layers must be bound to a backend."""
         layers = [layer.parts() for layer in self.layers if isinstance(layer, DecoderLayer)]
         parts = [layer for layer in layers if layer is not None]
         spec = self.spec
@@ -241,7 +237,7 @@ class Decoder(nn.Module):
         )
 
     def _share(self) -> DecoderShare:
-        """Return this rank's range of ids and the sizes of whole projections, for `parts`."""
+        """Return this rank's range of token ids and the sizes of whole projections, for `parts`."""
         spec, ids = self.spec, self.embed_tokens.kept
         return DecoderShare(
             collectives=self.embed_tokens.collectives,
@@ -281,7 +277,7 @@ def make_norm(spec: ModelSpec, device: torch.device) -> Norm:
 
 
 def _sums_of(branches: Sequence[BranchNames]) -> list[str | None]:
-    """Return `Branch.sums` for each branch: parallel branches without a norm after them are summed
+    """Return `Branch.sums` for each branch. Parallel branches without a norm after them are summed
     together."""
     sums: list[str | None] = ["own"] * len(branches)
     for index, branch in enumerate(branches[1:], start=1):

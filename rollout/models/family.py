@@ -1,7 +1,7 @@
 """Family: how one model family differs from the common decoder, as plain values.
 
-Each file of `rollout.models.families` makes one. Used by ModelSpec, CausalLM, `config_keys` and
-`layout` of `rollout.models`; Decoder uses BranchNames.
+A Family has a file in `rollout.models.families`. Used by ModelSpec, and by `config_keys`,
+`families.registry`, `layout` and `decoder` of `rollout.models`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def unchanged(value: Any) -> Any:
-    """Return `value`. The default conversion of a Key: config and spec have the same value."""
+    """Return `value`. `read` and `write` of a Key are this function by default."""
     return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A config key that gives a field of ModelSpec.
-
-    `alias` is a second name of the key in this family, "" if it has none. `read` converts the
-    key's value to the field's value, and `write` converts it back."""
+    """A config key that gives a field of ModelSpec. `alias` is a second name of the key in this
+    family; "" if it has none. `read` converts the key's value to the field's value, and `write`
+    converts it back."""
 
     name: str
     alias: str = ""
@@ -49,10 +48,9 @@ PLAIN_NAMES = MoeNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The kind of mixture of experts that a family has.
-
-    RouterSpec explains `scores`, `has_correction` and `is_router_float32`. With `has_bias` the
-    router and all experts have biases. `names` gives the checkpoint's names of the modules."""
+    """A family's kind of mixture of experts. RouterSpec explains `scores`, `has_correction`
+    and, as `is_float32`, `is_router_float32`. `has_bias` says whether the router and all experts
+    have biases. `names` has the modules' names in checkpoints."""
 
     scores: str  # "softmax", "softmax_chosen" or "sigmoid"
     has_correction: bool = False
@@ -63,8 +61,8 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchNames:
-    """Checkpoint names of the modules of one residual branch; None for a norm that it lacks. With
-    `is_parallel` the mixer gets the same input as the mixer of the branch before."""
+    """Checkpoint names of the modules of one residual branch. A missing norm has the name None.
+    `is_parallel` says whether the mixer gets the same input as the mixer of the branch before."""
 
     mixer: str
     norm_before: str | None = None
@@ -116,16 +114,15 @@ GROUPED_EXPERTS = {
 class Family:
     """One `model_type` of Hugging Face configs, its `name`. `title` names the models that have it.
 
-    `values` gives fields of ModelSpec: a constant, or a Key of the config. `defaults` holds the
-    values that transformers uses for keys that a config lacks. `keys` lists further keys that
-    `windows`, `ropes` and `moe_layers` read; these three are rules of `rollout.models.layer_rules`.
-    `fixed` maps a key to its only supported values, which change nothing; others are refused.
-    `ignored` lists keys without effect on inference. `rope_kinds` lists the RoPE types that
-    transformers supports for the family. `fused` names projections that checkpoints store as one
-    matrix: "qkv_proj", "gate_up_proj". `mixture` is the kind of the experts that replace the MLP in
-    the layers of `moe_layers`. `saved_paths` maps parts of live modules' paths to the parts that
-    saved directories have instead. `activations` maps the values of the config key
-    `activation_key` to ModelSpec's names.
+    `values` gives fields of ModelSpec, each a constant or a Key of the config. `defaults` has the
+    values that transformers uses for absent keys. `windows`, `ropes` and `moe_layers` are rules of
+    `rollout.models.layer_rules`, and `keys` has further keys that these rules read. `fixed` maps a
+    key to the only values that are supported. `ignored` has keys without effect on inference.
+    `rope_kinds` has the RoPE types that transformers supports for the family. `fused` has the
+    projections that checkpoints store as one matrix: "qkv_proj", "gate_up_proj". `mixture` is the
+    kind of the experts that replace the MLP in some layers. `saved_paths` maps substrings of live
+    modules' weight names to substrings in saved directories. `activations` maps values of the
+    config key `activation_key` to ModelSpec's names.
     """
 
     name: str
@@ -154,7 +151,7 @@ class Family:
 
     @property
     def read_keys(self) -> frozenset[str]:
-        """Config keys that this family reads, beyond `config_keys.READ`."""
+        """Config keys that this family reads, in addition to `config_keys.READ`."""
         keys = [rule for rule in self.values.values() if isinstance(rule, Key)]
         names = {name for key in keys for name in (key.name, key.alias) if name}
         names |= {self.activation_key, self.norm_eps_key}

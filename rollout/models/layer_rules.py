@@ -1,10 +1,10 @@
-"""Rules that say which layers of a model have a sliding window, which RoPE, and which have experts.
+"""Rules that say which layers have a sliding window, a RoPE, or experts.
 
-A window rule returns for each layer its window (the number of tokens that a token sees, itself
-included) or None, or () if no layer has a window. A rope rule returns for each layer a RopeSpec or
+A window rule returns each layer's window or None, or () if no layer has a window. A window is the
+number of tokens that a token sees, itself included. A rope rule returns each layer's RopeSpec or
 None, or () if all layers have the same rope. An expert rule returns the indices of the layers with
 experts. `config` is always the result of `config_keys.read_keys`. Used by `rollout.models.family`,
-the families in `rollout.models.families`, and ModelSpec, which calls the rules.
+by the families in `rollout.models.families`, and by ModelSpec, which calls the rules.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ def same_window(config: Config, num_layers: int) -> Windows:
 
 
 def same_window_if_used(config: Config, num_layers: int) -> Windows:
-    """Return what `same_window` returns if `use_sliding_window` is set, else ()."""
+    """Return the result of `same_window` if `use_sliding_window` is set, else ()."""
     return same_window(config, num_layers) if config["use_sliding_window"] else ()
 
 
 def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Windows]:
     """Return a rule that gives `sliding_window` to the "sliding_attention" layers of `layer_types`.
-
     If the config has no `layer_types`, every `full_every`-th layer attends to all tokens and the
-    others slide. If `full_every` is None, the rule is then `same_window`.
-    """
+    other layers slide. If `full_every` is None, the rule then does what `same_window` does."""
 
     def windows(config: Config, num_layers: int) -> Windows:
         types = config.get("layer_types")
@@ -60,7 +58,7 @@ def windows_by_type(full_every: int | None = None) -> Callable[[Config, int], Wi
 
 def windows_by_pattern(config: Config, num_layers: int) -> Windows:
     """Return windows by `layer_types`. Without that key every `sliding_window_pattern`-th layer
-    attends to all tokens, and the others slide."""
+    attends to all tokens, and the other layers slide."""
     types = config.get("layer_types")
     if types is None:
         types = _pattern(config["sliding_window_pattern"], num_layers)
@@ -92,10 +90,12 @@ def windows_without_rope(config: Config, num_layers: int) -> Windows:
 
 
 def windows_of_types(types: Sequence[str], config: Config, num_layers: int) -> Windows:
-    """Return `sliding_window` for each layer of type "sliding_attention", None for the others.
+    """Return `sliding_window` for each layer of type "sliding_attention", None for other layers.
 
-    Raises ModelError if `types` does not have `num_layers` entries, for a type other than
-    "sliding_attention" and "full_attention", and if layers slide but no window is in use."""
+    Returns () if no layer slides. Raises ModelError if `types` does not have `num_layers` entries,
+    for a type other than "sliding_attention" and "full_attention", and if layers slide without a
+    window in use.
+    """
     if len(types) != num_layers:
         raise ModelError(f"layer_types lists {len(types)} layers, num_hidden_layers={num_layers}")
     if unknown := sorted(set(types) - {FULL, SLIDING}):
@@ -117,8 +117,7 @@ def _pattern(full_every: int, num_layers: int) -> list[str]:
 
 
 def _positive(window: int) -> int:
-    """Return `window`. Raises ModelError below 1: a token would not even see itself."""
-    if window < 1:
+    if window < 1:  # a token would not even see itself
         raise ModelError(
             f"sliding_window={window!r} in the config must be a positive integer where layers slide"
         )
@@ -135,21 +134,21 @@ def same_rope(config: Config, windows: Windows) -> Ropes:
 
 def ropes_by_type(config: Config, windows: Windows) -> Ropes:
     """Return the rope of "sliding_attention" for layers with a window, and the rope of
-    "full_attention" for the others."""
+    "full_attention" for other layers."""
     full, sliding = rope_from_hf(config, FULL), rope_from_hf(config, SLIDING)
     return tuple(full if window is None else sliding for window in windows)
 
 
 def rope_with_window(config: Config, windows: Windows) -> Ropes:
-    """Return the config's rope for layers with a window, None for the others."""
+    """Return the config's rope for layers with a window, None for other layers."""
     rope = rope_from_hf(config)
     return tuple(None if window is None else rope for window in windows)
 
 
 def rope_by_flag(config: Config, windows: Windows) -> Ropes:
-    """Return None for layers with 0 in `no_rope_layers`, the config's rope for the others. Without
-    that key every `no_rope_layer_interval`-th layer has no rope. Returns () if all layers have
-    one."""
+    """Return None for layers with 0 in `no_rope_layers`, the config's rope for other layers.
+    Without that key every `no_rope_layer_interval`-th layer has no rope. Returns () if all layers
+    have a rope."""
     rope = rope_from_hf(config)
     flags = _rope_flags(config, config["num_hidden_layers"])
     return () if all(flags) else tuple(rope if has_rope else None for has_rope in flags)
@@ -190,8 +189,8 @@ def experts_after_first(config: Config, num_layers: int) -> tuple[int, ...]:
 
 
 def experts_by_type(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of type "sparse" in `mlp_layer_types`; without that key, all but the first.
-    Raises ModelError unless that key has "dense" or "sparse" for each layer."""
+    """Return the layers of type "sparse" in `mlp_layer_types`. Without that key, return all layers
+    but the first. Raises ModelError unless the key has "dense" or "sparse" for each layer."""
     types = config.get("mlp_layer_types")
     if types is None:
         types = ["dense"] + ["sparse"] * (num_layers - 1)

@@ -1,6 +1,8 @@
-"""The residual branches of each layer, with the mixer of each (attention, MLP or experts).
+"""The residual branches of each layer, with the mixer of each branch (attention, MLP or experts).
 
-Used by Decoder, which builds the modules that `layers_of` describes. Pure functions."""
+Used by `rollout.models.decoder`, which builds the modules that `layers_of` describes. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ MixerSpec: TypeAlias = AttentionSpec | LatentAttentionSpec | MlpSpec | MoeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchSpec:
-    """A residual branch: x + residual_multiplier * norm_after(mixer(norm_before(x))). `names` gives
-    the checkpoint's names of the mixer and of the norms that the branch has."""
+    """A residual branch: x + residual_multiplier * norm_after(mixer(norm_before(x))). `names` has
+    the checkpoint's names of the mixer and of the norms."""
 
     names: BranchNames
     mixer: MixerSpec
 
 
 def layers_of(spec: ModelSpec) -> list[tuple[BranchSpec, ...]]:
-    """Return for each layer the branches in the order in which they run."""
+    """Return each layer's branches in the order in which they run."""
     family = find_family(spec.family)
     layers = []
     for index in range(spec.num_layers):
@@ -74,7 +76,7 @@ def _attention(spec: ModelSpec, family: Family, layer: int) -> AttentionSpec:
 
 def _latent_attention(spec: ModelSpec, dims: LatentDims, layer: int) -> LatentAttentionSpec:
     rope = spec.ropes[layer] if spec.ropes else spec.rope
-    assert rope is not None, "latent attention has dims that positions turn"
+    assert rope is not None, "latent attention needs a rope"
     # As in DeepSeek-V3's code: yarn's scale once for queries and once for keys.
     yarn = yarn_scale(rope.factor, rope.mscale_all_dim)
     return LatentAttentionSpec(

@@ -2,8 +2,9 @@
 
 Compiled code gets the addresses of tensors and cannot see that a tensor has no values of its own.
 So a trainer's tensors pass through here first. Used by `rollout.models.weights` and
-`rollout.models.checkpoints.loading`, by `rollout.weights` for updates and adapters, and by the
-modules of `trainer_hooks.update` and `trainer_hooks.weight_sync`.
+`rollout.models.checkpoints.loading`, by `rollout.weights` for updates and adapters, by
+`rollout_vllm.executor`, and by the modules of `trainer_hooks.update` and
+`trainer_hooks.weight_sync`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ROOT = "module"  # the name that DDP and DeepSpeed give to a wrapped model
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or module without the parts that trainers' wrappers add."""
+    """Return the name of a parameter or module without the parts that trainers' wrappers add, such
+    as "_orig_mod"."""
     parts = [part for part in name.split(".") if part not in _WRAPPED]
     while parts and parts[0] == _ROOT:
         del parts[0]
@@ -40,7 +42,8 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Return whether `tensor` is a DTensor, of which each rank holds a part (FSDP2)."""
+    """Return whether `tensor` is a DTensor (FSDP2), which has only a part of the values on each
+    rank."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor")
 
 
@@ -49,8 +52,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the values of `tensor` as a plain tensor.
 
     A sharded tensor is gathered. That is a collective: all ranks of its mesh call this for the same
-    tensors in the same order. Any other result shares the memory of `tensor`, unless a negation
-    that torch had put off is computed into a copy. Raises TypeError if a gathered tensor is not
+    tensors in the same order. Otherwise the result shares the memory of `tensor`, unless `tensor`
+    is a lazy negation, which is computed into a copy. Raises TypeError if a gathered tensor is not
     plain.
     """
     if not is_sharded(tensor):
@@ -66,19 +69,18 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 class GatherBuffer:
-    """A reused buffer into which sharded tensors are gathered, one after the other.
-
-    A gathered tensor is valid until the next one is gathered. With new memory for each tensor the
-    system would clear every page, and threads of the process group would free it late.
-    """
+    """A reused buffer into which sharded tensors are gathered, one after the other. A gathered
+    tensor is valid until the next one is gathered."""
 
     def __init__(self) -> None:
+        # With new memory for each tensor the system would clear every page, and threads of the
+        # process group would free it late.
         self._bytes_N: Tensor | None = None
 
     @torch.no_grad()
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as `full_tensor` does, with the same errors; gather into the buffer if
-        FSDP2 sharded it by rows. A collective if it is sharded."""
+        """Return `tensor` as `full_tensor` does, with the same errors. A collective if `tensor` is
+        sharded. Tensors that FSDP2 sharded by rows are gathered into the buffer."""
         if not is_sharded(tensor) or not _is_cut_into_rows(tensor):
             return full_tensor(tensor)
         sharded: Any = tensor
@@ -118,8 +120,8 @@ def _is_plain_subclass(tensor: Tensor) -> bool:
 
 
 def refusal(tensor: object) -> str | None:
-    """Return why the values of `tensor` cannot be read; None if they can. The reason continues a
-    sentence that begins with the tensor's name."""
+    """Return why the values of `tensor` cannot be read; None if they can be read. The text
+    continues a sentence that begins with the tensor's name."""
     if not isinstance(tensor, Tensor):
         return f"is a {type(tensor).__name__}; send a torch.Tensor"
     if nn.parameter.is_lazy(tensor):

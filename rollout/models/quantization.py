@@ -1,6 +1,7 @@
-"""Check of `quantization_config`: fp8 and mxfp4 checkpoints can be read, all others are refused.
+"""Check of `quantization_config`: only fp8 and mxfp4 checkpoints can be read.
 
-Used by `config_keys`, `checkpoints.loading` and `checkpoints.dequantized` of `rollout.models`."""
+Used by `config_keys`, `checkpoints.loading` and `checkpoints.dequantized` of `rollout.models`.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ _LEGAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def quant_method_of(config: Mapping[str, Any]) -> str | None:
-    """Return the quantization method of a config.json: FP8, MXFP4, or None if it names none. Raises
-    ModelError naming a method, or a setting of it, that is not supported."""
+    """Return the quantization method of a config.json: FP8, MXFP4, or None without quantization.
+    Raises ModelError for a method or a setting that is not supported."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return None

@@ -1,6 +1,7 @@
 """Conversion of RopeSpec from and to the config keys of Hugging Face transformers v4 and v5.
 
-Used by ModelSpec, `rollout.models.layer_rules` and the family `qwen2_moe`."""
+Used by `rollout.models.spec`, `rollout.models.layer_rules` and the family `qwen2_moe`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def rope_from_hf(config: Mapping[str, Any], layer_type: str | None = None) -> Ro
 
 
 def rope_to_hf(rope: RopeSpec) -> dict[str, Any]:
-    """Return the config keys of `rope` as v4 writes them, which both versions read."""
+    """Return the config keys of `rope` as v4 writes them, which v4 and v5 read."""
     # All keys are written: some families have scaling or a partial rope by default.
     scaling = rope_parameters(rope)
     keys: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
@@ -107,8 +108,9 @@ def rope_parameters(rope: RopeSpec) -> dict[str, Any]:
 
 
 def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rope parameters that all layers share. As in transformers, `rope_scaling` replaces
-    `rope_parameters` as a whole. Raises ModelError for parameters per layer type."""
+    """Return the rope parameters that all layers share. Raises ModelError for parameters per layer
+    type."""
+    # As in transformers, rope_scaling replaces rope_parameters as a whole.
     parameters: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters", {})
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise ModelError(
@@ -121,11 +123,9 @@ def _shared_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _parameters_of_type(
     config: Mapping[str, Any], layer_type: str
 ) -> tuple[Mapping[str, Any], float]:
-    """Return the parameters of `layer_type`, and the theta to use if they have no `rope_theta`.
-
-    As in transformers, `rope_scaling` is added to the parameters of FULL. A type without parameters
-    has `rope_type` "default". Raises ModelError if `rope_parameters` are not per layer type.
-    """
+    """Return the parameters of `layer_type`, and the theta to use if they have no `rope_theta`. As
+    in transformers, `rope_scaling` is added to the parameters of FULL. A type without parameters
+    has `rope_type` "default". Raises ModelError if `rope_parameters` are not per layer type."""
     given = config.get("rope_parameters", {})
     if any(key not in (FULL, SLIDING) for key in given):
         raise ModelError(
@@ -173,8 +173,8 @@ def _partial(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> float:
 
 
 def _kind(parameters: Mapping[str, Any]) -> str:
-    """Return the rope's type: `rope_type`, else `type`, its older name, else "default". Raises
-    ModelError if either is unknown, although transformers ignores `type` beside `rope_type`."""
+    """Return the rope's type: `rope_type`, else the older key `type`, else "default". Raises
+    ModelError if one of them is unknown."""
     names = [parameters[key] for key in ("rope_type", "type") if key in parameters]
     kinds = ["longrope" if name == "su" else name for name in names]  # "su" is its former name
     for kind in kinds:
@@ -200,8 +200,8 @@ def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
 def _longrope(
     common: dict[str, Any], parameters: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
-    """Return a LongRoPE, which has a factor for each frequency. Sources: LongRoPE, sec. 3.3; its
-    code for the attention factor."""
+    """Return a LongRoPE, which has a factor for each frequency. Sources: LongRoPE, sec. 3.3, and
+    its published code for the attention factor."""
     original = common["original_max_positions"]
     factor = _number_or(parameters, "factor", config["max_position_embeddings"] / original)
     attention_factor = _number_or(parameters, "attention_factor")
@@ -232,13 +232,12 @@ def _number(parameters: Mapping[str, Any], key: str) -> float:
 
 
 def _number_or(parameters: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return the parameter as `_number` does, or `default` if it is absent or null."""
+    """Return the parameter as `_number` does; `default` if it is absent or null."""
     return default if parameters.get(key) is None else _number(parameters, key)
 
 
 def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Return the context length before RoPE scaling; max_position_embeddings if the config has no
-    such key."""
+    """Return the context length before RoPE scaling. The default is max_position_embeddings."""
     given = config.get(_ORIGINAL, parameters.get(_ORIGINAL, config["max_position_embeddings"]))
     if not is_integer(given, 1):
         raise ModelError(f"rope parameter {_ORIGINAL}={given!r} must be a positive integer")
@@ -246,8 +245,9 @@ def _original_max_positions(parameters: Mapping[str, Any], config: Mapping[str, 
 
 
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
-    """Return the `attention_factor` if given; with DeepSeek's `mscale` and `mscale_all_dim`, the
-    ratio of their YaRN scales; else 0.1 ln(factor) + 1 (YaRN, sec. 3.4)."""
+    """Return the factor of YaRN's cosines and sines. Source: YaRN, sec. 3.4. A given
+    `attention_factor` is returned. Given `mscale` and `mscale_all_dim` (DeepSeek), the result is
+    the ratio of their YaRN scales. Otherwise it is 0.1 ln(factor) + 1."""
     given = _number_or(parameters, "attention_factor")
     if given is not None:
         return float(given)

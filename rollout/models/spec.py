@@ -1,7 +1,9 @@
 """ModelSpec: all settings that shape a decoder, read from and written to Hugging Face configs.
 
-Used by the model (`causal_lm`, `decoder`, `layout`), by `rollout.models.checkpoints`, by
-`rollout.engine`, `rollout.worker.loading` and `rollout.serve.control.announcement`. Immutable.
+Used by `causal_lm`, `decoder`, `layout` and `weights` of `rollout.models`, by
+`rollout.models.checkpoints`, `rollout.engine`, `rollout.worker.loading`,
+`rollout.serve.control.announcement`, `rollout_vllm.engine`, `trainer_hooks.doctor.diagnosis` and
+benchmarks. Immutable.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class ModelSpec:
     """Settings of a decoder-only language model. `family` is the Hugging Face `model_type`.
 
     `windows` gives for each layer how many tokens a token sees, itself included, or None for all
-    tokens; () means None in every layer. `ropes` gives each layer's rope, or None for a layer
-    without one; () means `rope` in every layer. `moe_layers` lists the indices of layers with
+    tokens. () means all tokens in every layer. `ropes` gives each layer's rope, or None for a layer
+    without a rope. () means `rope` in every layer. `moe_layers` has the indices of the layers with
     experts, in order. Raises ModelError for a value of a wrong type and for sizes that do not fit
     together.
     """
@@ -137,12 +139,9 @@ class ModelSpec:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelSpec:
-        """Return the spec of a config.json of transformers v4 or v5.
-
-        Raises ModelError for an unknown `model_type`, a missing key, a key that the family does not
-        read and that may have an effect, and an unsupported value, such as an unknown activation
-        or quantization.
-        """
+        """Return the spec of a config.json of transformers v4 or v5. Raises ModelError for an
+        unknown `model_type`, a missing key, an unsupported value such as an unknown activation or
+        quantization, and a key that the family does not read. Keys without effect are accepted."""
         family = find_family(config.get("model_type"))
         config = read_keys(config, family)
         hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
@@ -170,11 +169,11 @@ class ModelSpec:
         return cls(family=family.name, **values)
 
     def local(self, rank: int, size: int) -> ModelSpec:
-        """Return this spec with the `shard` of rank `rank` of `size`; other fields are the same.
+        """Return this spec with the `shard` of rank `rank` of `size`. Other fields are the same.
 
         Each rank keeps a part of the heads, the MLPs' widths, the experts and the vocabulary.
-        Raises ModelError for a rank outside [0, size), and naming a field that cannot be divided
-        among `size` ranks.
+        Raises ModelError for a rank outside [0, size), and for a field that cannot be divided among
+        `size` ranks.
         """
         if not 0 <= rank < size:
             raise ModelError(f"rank={rank} must be in [0, tensor_parallel_size={size})")
@@ -207,7 +206,7 @@ class ModelSpec:
 
     @property
     def num_kept_kv_heads(self) -> int:
-        """Number of key and value heads on this rank: the ones that its query heads read."""
+        """Number of key and value heads on this rank, which its query heads read."""
         return self.shard.kv_heads_of(self.num_kv_heads).length
 
     def to_hf_config(self) -> dict[str, Any]:
@@ -244,7 +243,6 @@ class ModelSpec:
 
     @property
     def num_moe_layers(self) -> int:
-        """Number of layers with experts."""
         return len(self.moe_layers)
 
     @property
@@ -254,7 +252,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
     def _layers_to_hf(self, family: Family) -> dict[str, Any]:
-        """Return the config keys for ropes, windows and experts' layers that `family` reads."""
+        """Return the config keys for ropes, windows and layers with experts that `family` reads."""
         keys: dict[str, Any] = rope_to_hf(self.rope)
         if "partial_rotary_factor" not in family.read_keys:
             del keys["partial_rotary_factor"]
@@ -291,7 +289,6 @@ class ModelSpec:
         return keys
 
     def _check_latent(self, dims: LatentDims) -> None:
-        """Raise ModelError if latent attention cannot compute this spec."""
         if self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads} with latent "
@@ -300,13 +297,12 @@ class ModelSpec:
         if self.head_dim != dims.qk_rope_head_dim:
             raise ModelError(
                 f"head_dim={self.head_dim} must be qk_rope_head_dim={dims.qk_rope_head_dim} with "
-                "latent attention: it says how many dims positions turn"
+                "latent attention: it is the number of rotated dims"
             )
         if self.attention_bias and dims.q_lora_rank is None:
-            raise ModelError("attention_bias needs q_lora_rank: q_proj has no bias, the rest would")
+            raise ModelError("attention_bias needs q_lora_rank: without it q_proj has no bias")
 
     def _check_experts(self) -> None:
-        """Raise ModelError for settings of experts that are invalid or do not fit together."""
         for name in _MOE_SIZES:
             value, least = getattr(self, name), 0 if name == "num_shared_experts" else 1
             if not isinstance(value, int) or value < least:
@@ -320,8 +316,8 @@ class ModelSpec:
         if rest or is_lone or not 0 < self.num_chosen_groups <= self.num_expert_groups:
             raise ModelError(
                 f"num_experts={self.num_experts} must make num_expert_groups="
-                f"{self.num_expert_groups} of two or more, num_chosen_groups="
-                f"{self.num_chosen_groups} of which are chosen"
+                f"{self.num_expert_groups} equal groups of two or more; num_chosen_groups="
+                f"{self.num_chosen_groups} must be from 1 to the number of groups"
             )
         if self.experts_per_token > per_group * self.num_chosen_groups:
             raise ModelError(
@@ -347,8 +343,8 @@ class ModelSpec:
             )
 
     def _require_same(self, read_back: ModelSpec) -> None:
-        """Raise ModelError unless the config reads back as this spec. A config cannot express every
-        spec, such as Qwen2 without its biases."""
+        """Raise ModelError unless the config reads back as this spec. For example, no config can
+        express Qwen2 without its biases."""
         lost = {
             f.name: (getattr(self, f.name), getattr(read_back, f.name))
             for f in fields(self)
@@ -361,12 +357,11 @@ class ModelSpec:
 
 
 def _layers_from_hf(config: Mapping[str, Any], family: Family, num_layers: int) -> dict[str, Any]:
-    """Return the fields `rope`, `windows`, `ropes` and `moe_layers`. `windows` is () if no layer
-    has a window, and `ropes` is () if all layers have the same rope."""
+    """Return the fields `rope`, `windows`, `ropes` and `moe_layers`."""
     windows = family.windows(config, num_layers)
     each = family.ropes(config, windows or (None,) * num_layers)
     pairs = zip(each, windows or (None,) * num_layers, strict=False)
-    # Layers of full attention first; none where all layers have the same rope.
+    # Layers of full attention first. Empty if all layers have the same rope.
     ordered = sorted(pairs, key=lambda pair: pair[1] is not None)
     rope = next((own for own, _ in ordered if own is not None), None) or rope_from_hf(config)
     for own in filter(None, (rope, *each)):
@@ -432,7 +427,7 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def _values_of_family(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields in `family.values`: constants, and keys that the config has."""
+    """Return the fields in `family.values`: constants, and fields whose keys the config has."""
     return {
         name: rule.read(config[rule.name]) if isinstance(rule, Key) else rule
         for name, rule in family.values.items()

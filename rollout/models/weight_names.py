@@ -1,5 +1,8 @@
-"""The WeightTable of a model: its weights' slots by the names that saved directories have, and the
-names that live modules (transformers models in memory) have. Used by CausalLM."""
+"""Makes the WeightTable of a model: its weights' slots by all names of the weights.
+
+The names are those in saved directories and in live modules (transformers models in memory). Used
+by `rollout.models.causal_lm`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,9 @@ def table_of(
     saved_name: Callable[[str], str],
     unserved: tuple[str, ...],
 ) -> WeightTable:
-    """Return the table of the weights of `model`. Its module paths give the live names.
-
-    `buffers` has the persistent buffers by live name. `saved_name` turns a live name into the name
-    in saved directories. `unserved` is a field of WeightTable.
-    """
+    """Return the table of the weights of `model`, whose module paths give the live names. `buffers`
+    has the persistent buffers by live name. `saved_name` turns a live name into the name in saved
+    directories. `unserved` is a field of WeightTable."""
     slots: dict[str, WeightSlot] = {}
     aliases: dict[str, WeightAlias] = {}
 

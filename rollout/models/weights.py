@@ -29,7 +29,7 @@ def is_computed(name: str) -> bool:
 
 
 class TensorsByName(Protocol):
-    """Tensors by name: a dict, or a Checkpoint, which reads them one by one."""
+    """Tensors by name: a dict, or a Checkpoint or Dequantized, which read tensors one by one."""
 
     def keys(self) -> Collection[str]: ...
 
@@ -40,12 +40,11 @@ class TensorsByName(Protocol):
 class WeightTable:
     """The weights of a model, by the names that checkpoints and live modules give them.
 
-    slots: each weight's slot by its name in a checkpoint. Tied weights have a slot under each of
-    their names, with equal addresses.
-    aliases: names in live modules that differ from the checkpoint's names. A stack of experts has
-    one alias for many weights.
-    buffers: the checkpoint's and live names of persistent buffers, which `named_parameters` omits.
-    unserved: name prefixes of tensors that checkpoints hold and the model does not use.
+    `slots` has each weight's slot by its name in a checkpoint. Tied weights have a slot under each
+    of their names, with equal addresses. `aliases` has the names in live modules that differ from
+    the checkpoint's names. A stack of experts has one alias for many weights. `buffers` has the
+    checkpoint's and live names of persistent buffers, which `named_parameters` omits. `unserved`
+    has name prefixes of tensors that checkpoints hold and the model does not use.
     """
 
     slots: Mapping[str, WeightSlot]
@@ -68,13 +67,13 @@ class WeightTable:
         return shapes | {name: alias.shape for name, alias in self.aliases.items()}
 
     def parts(self, name: str) -> Mapping[str, Index]:
-        """Return the weights that a tensor of this name holds: the index into the tensor by weight.
+        """Return which weights a tensor of this name has: by weight, its index into the tensor.
         Raises KeyError for an unknown name."""
         return {name: WHOLE} if name in self.slots else self.aliases[name].parts
 
     def form(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype that the model has for a name in `slots` or `aliases`. Raises
-        KeyError for any other name."""
+        """Return the model's shape and dtype for a name in `slots` or `aliases`. Raises KeyError
+        for any other name."""
         if (slot := self.slots.get(name)) is not None:
             return slot.shape, slot.dtype
         alias = self.aliases[name]
@@ -85,11 +84,9 @@ class WeightTable:
         return sorted(name for name in names if name not in self.slots and name not in self.aliases)
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Return the names of the weights that tensors of these names do not cover.
-
-        If `names` has an alias, the caller uses live names: an alias whose weights are all missing
-        is then returned in place of their names. Raises KeyError for an unknown name.
-        """
+        """Return the names of the weights that tensors of these names do not cover. If `names` has
+        an alias, the result has live names where all weights of an alias are missing. Raises
+        KeyError for an unknown name."""
         addresses = self.addresses()
         given = {addresses[name] for name in names if name in addresses}
         for name in names:
@@ -108,11 +105,11 @@ class WeightTable:
 def copy_weights(table: WeightTable, tensors: TensorsByName, origin: str) -> None:
     """Write `tensors` to the slots of `table`, cast to the weights' dtypes.
 
-    A weight with several names may come under one of them, or under several with equal values.
-    `origin` names the source in errors. Sharded tensors are gathered one by one, in the order of
-    `tensors`: a collective of all ranks. Raises ModelError for missing, unknown or misshaped
-    tensors, for dtypes other than DTYPES and float64, for tensors without readable values, and for
-    two names of one weight with different values. After an error the slots may be partly written.
+    A tied weight can come under one of its names, or under several with equal values. `origin`
+    names the source in errors. Sharded tensors are gathered one by one, in the order of `tensors`,
+    a collective of all ranks. Raises ModelError for missing, unknown or misshaped tensors, for
+    dtypes other than DTYPES and float64, for tensors without readable values, and for different
+    values of one weight. After an error some slots are already written.
     """
     _check_names(table, tensors.keys(), origin)
     written: dict[int, str] = {}

@@ -1,10 +1,11 @@
-"""Fingerprints of weights: hashes of their values, from which checksums are made.
+"""Fingerprints of weights: hashes of tensors, from which update checks and checksums are made.
 
 The fingerprints of a tensor's parts add up to the tensor's fingerprint. So each rank of an engine
-hashes the parts that it keeps, and the sums over ranks equal the fingerprints of the whole model.
-Used by ServedWeights and the merging of adapters (`lora_merge`) to read and verify an update, by
-the executors and Worker to compute checksums, and by the weight transports to check tensors that
-arrive. Changes no tensor.
+hashes its own parts, and the sums over ranks are the fingerprints of the whole model.
+
+Used by ServedWeights and `rollout.weights.lora_merge` to verify updates, by Worker and the
+executors (also `rollout_vllm.executor`) for checksums, and by the weight transports to check what
+arrives. Changes no tensor.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _MODULUS = 1 << 64
 
 
 def fingerprint_on(device: torch.device) -> FingerprintOf:
-    """Return the function `Ops.fingerprint` for tensors on `device`. On a CPU this may compile
-    it."""
+    """Return the function `Ops.fingerprint` for tensors on `device`. The first call for a CPU can
+    compile the function."""
     return cpu_backend("device").ops.fingerprint if device.type == "cpu" else fingerprint
 
 
@@ -51,9 +52,10 @@ def fingerprint_on(device: torch.device) -> FingerprintOf:
 class WeightShare:
     """One rank's part of the fingerprints of an update. It can be pickled.
 
-    pieces: fingerprints of the model's weights, in the model's dtypes. own: fingerprints of the
-    tensors as they arrived, by name, if the sender announced their checksum. adapter: fingerprints
-    of an adapter's tensors, in the dtypes in `adapter_dtypes`.
+    `pieces` has fingerprints of the model's weights, in the model's dtypes. `own` has fingerprints
+    of the tensors as they arrived, by name. `own` is empty unless the sender announced a checksum
+    of these tensors. `adapter` has fingerprints of an adapter's tensors, in the dtypes in
+    `adapter_dtypes`.
     """
 
     pieces: Mapping[Origin, Fingerprint]
@@ -97,7 +99,7 @@ def _added(shares: Sequence[Mapping[Key, Fingerprint]]) -> dict[Key, Fingerprint
 
 
 def checksum_of_shares(shares: Sequence[WeightShare]) -> str:
-    """Return the checksum of the served weights, from the `fingerprint_share` of each rank."""
+    """Return the checksum of the served weights from all ranks' shares, in rank order."""
     return checksum_of({origin.weight: found for origin, found in sum_of(shares).pieces.items()})
 
 
@@ -111,16 +113,15 @@ def checksums_of_shares(shares: Sequence[WeightShare]) -> dict[str, str]:
 
 
 class PartHasher:
-    """Hashes one rank's part of each tensor. Together the ranks hash each value once."""
+    """Hashes one rank's part of each tensor. Together all ranks hash each value once."""
 
     def __init__(self, ops: Ops[Any], shard: Shard) -> None:
         self._ops, self._shard = ops, shard
 
     def of_kept(self, slot: WeightSlot, kept: Tensor, dtype: torch.dtype) -> Tensor:
-        """Hash `kept`, the values that `slot` keeps of its weight, cast to `dtype`.
-
-        Returns (hash, number of non-finite values), int64 [2], on the device of `kept`. Values that
-        several ranks keep are counted on one of them."""
+        """Hash `kept`, the part of its weight that `slot` keeps on this rank, cast to `dtype`.
+        Returns (hash, number of non-finite values), int64 [2]. Only one rank counts values that
+        several ranks keep."""
         if slot.cut is None:
             return self.of_whole(kept, dtype, index=0)
         total = torch.zeros(2, dtype=torch.int64, device=kept.device)
@@ -129,8 +130,8 @@ class PartHasher:
         return total
 
     def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, index: int) -> Tensor:
-        """Hash a tensor that all ranks have. Only rank `index` modulo the number of ranks does so;
-        the others return zeros, int64 [2]."""
+        """Hash a tensor of which every rank has a copy. Returns int64 [2]. Only the rank `index`
+        modulo the number of ranks hashes the tensor. The other ranks return zeros."""
         if index % self._shard.size == self._shard.rank:
             return self._ops.fingerprint(tensor, dtype)
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
@@ -138,7 +139,7 @@ class PartHasher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptParts:
-    """A rank's parts of an update's tensors, and its share of their fingerprints."""
+    """A rank's parts of an update's tensors, and the rank's share of the fingerprints."""
 
     tensors: Mapping[Origin, Tensor]
     share: WeightShare
@@ -155,9 +156,9 @@ def read_source(
 ) -> KeptParts:
     """Check and hash the tensors of a full update; return this rank's parts.
 
-    With `wants_own` the share has `own`, too. `check` is called before each hash, and may raise.
-    Tensors that need memory are kept in `memory`. Raises WeightUpdateError naming the tensor at
-    fault.
+    `wants_own` says whether the share gets `own` fingerprints. `check` is called before each hash,
+    and can raise to cancel. Copies of tensors are kept in `memory`. Raises WeightUpdateError naming
+    the tensor at fault.
     """
     source = checked_source(given, table, memory)
     own_hashes = dict(memory.own_hashes)  # before `memory` hashes parts, too
@@ -173,8 +174,8 @@ def read_source(
 def kept_parts(
     source: Mapping[str, Tensor], table: WeightTable, memory: StagingMemory
 ) -> dict[Origin, Tensor]:
-    """Return the part of each weight that this rank keeps, from whole tensors. A part that is one
-    range of the weight is a view; any other part is copied to `memory`."""
+    """Return the part of each weight that this rank keeps, cut from whole tensors. A part that is
+    one range of the weight is a view. A part of several ranges is copied to `memory`."""
     kept: dict[Origin, Tensor] = {}
     for origin, values in parts_by_origin(source, table).items():
         slot = table.slots[origin.weight]
@@ -191,10 +192,7 @@ def hashed_parts(
     check: Callable[[], None],
 ) -> dict[Origin, Fingerprint]:
     """Return this rank's part of each weight's fingerprint, in the dtype of the model's weight.
-
-    Each is computed on the tensor's device, which may differ from the model's. `check` is called
-    before each tensor, and may raise.
-    """
+    `check` is called before each tensor, and can raise to cancel."""
     queued: dict[Origin, Tensor] = {}
     with blaming() as blame:
         for origin, kept in parts.items():
@@ -209,7 +207,7 @@ def hashed_wholes(
     tensors: Mapping[str, Tensor], hasher: PartHasher, check: Callable[[], None]
 ) -> dict[str, Fingerprint]:
     """Return this rank's part of the fingerprints of whole tensors, in the tensors' dtypes. `check`
-    is called before each tensor, and may raise."""
+    is called before each tensor, and can raise to cancel."""
     queued: dict[str, Tensor] = {}
     with blaming() as blame:
         for index, name in enumerate(sorted(tensors)):
@@ -227,11 +225,9 @@ def _own_fingerprints(
     hasher: PartHasher,
     check: Callable[[], None],
 ) -> dict[str, Fingerprint]:
-    """Return this rank's part of the fingerprints of tensors as they arrived.
-
-    `known` has fingerprints in the model's dtypes. Only tensors that the model casts, splits,
-    renames or does not use are hashed again; tensors that it computes itself are left out.
-    """
+    """Return this rank's part of the fingerprints of tensors as they arrived. `known` has
+    fingerprints in the model's dtypes. Only tensors that the model casts, splits, renames or does
+    not use are hashed again. Tensors that the model computes itself are left out."""
     fingerprints: dict[str, Fingerprint] = {}
     unknown: dict[str, Tensor] = {}
     for name, tensor in source.items():
@@ -244,7 +240,7 @@ def _own_fingerprints(
 
 
 def fetched(queued: Mapping[Key, Tensor]) -> dict[Key, Fingerprint]:
-    """Return fingerprints as numbers. Copies them to the host once for each device."""
+    """Return fingerprints as numbers, with one copy to the host for each device."""
     by_device: dict[torch.device, dict[Key, Tensor]] = {}
     for key, hashed in queued.items():
         by_device.setdefault(hashed.device, {})[key] = hashed

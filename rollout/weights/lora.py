@@ -1,9 +1,10 @@
-"""LoraAdapter: the low-rank change of some linear layers, under PEFT's names.
+"""LoraAdapter: a low-rank change of some linear layers, with PEFT's tensor names.
 
-Trainers pass one to `update_weights` in place of weights. ServedWeights merges it with
-`rollout.weights.lora_merge`. The weight transports, the coordinator's agent and tensor-parallel
-engines pass it on, and `trainer_hooks.weight_sync.sources` makes it from PEFT models. Shape
-letters: R rank, N out features, K in features of a layer.
+Trainers pass a LoraAdapter to `update_weights` in place of weights. ServedWeights merges the
+adapter into the weights with `rollout.weights.lora_merge`. Also used by the weight transports, the
+coordinator's agent, `rollout.tensor_parallel.update_source`, `rollout_vllm.executor` and
+`trainer_hooks.weight_sync.sources`. Shape letters: R rank, N out features, K in features of a
+layer.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the base
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPair:
-    """A, B and scale of one adapted layer: its weight becomes base + scale * (B @ A). `names` are
+    """A, B and scale of one adapted layer, whose weight becomes base + scale * (B @ A). `names` are
     the adapter's names of A and B."""
 
     names: tuple[str, str]
@@ -77,11 +78,12 @@ class LoraPair:
 class LoraAdapter:
     """A low-rank change of linear layers: `update_weights` adds alpha / rank * (B @ A) to weights.
 
-    tensors: A, [R, K], and B, [N, R], of each layer by PEFT's names, with or without the prefix
-    "base_model.model." and the adapter's name. use_rslora: the scale is alpha / sqrt(rank) instead.
-    ranks, alphas: rank and alpha, by module name, of layers where they differ from `rank` and
-    `alpha`. base: all weights to which the change is added, by name. None means the weights that
-    the engine serves, without its present adapter.
+    `tensors` has A, [R, K], and B, [N, R], of each layer by PEFT's names, such as
+    "model.layers.0.mlp.up_proj.lora_A.weight". Names can have the prefix "base_model.model." and
+    the adapter's name. `use_rslora` changes the scale to alpha / sqrt(rank). `ranks` and `alphas`
+    have the rank and alpha of layers, by module name, that differ from `rank` and `alpha`. `base`
+    has all weights, by name, to which the change is added. If `base` is None, the change is added
+    to the served weights, and replaces their present adapter.
 
     Raises WeightUpdateError for a rank that is not a positive integer, and for an alpha that is not
     a finite number.
@@ -114,18 +116,18 @@ class LoraAdapter:
     ) -> LoraAdapter:
         """Return an adapter of a PEFT model, by default the active one.
 
-        It refers to the model's tensors, which must not change until the push returns. `weights`
-        gives the tensors by name if the model's own parameters are sharded. Raises
-        WeightUpdateError for a model without PEFT, for a missing or ambiguous adapter, for a scale
-        that differs from the config's, and for settings that B @ A cannot express, such as DoRA or
-        trained biases.
+        The result refers to the model's tensors, which must not change until the push returns. If
+        the model's parameters are sharded, `weights` must give its tensors by name. Raises
+        WeightUpdateError for a model without PEFT, for a missing or ambiguous adapter, and for a
+        scale that differs from the config's. Settings that B @ A cannot express, such as DoRA or
+        trained biases, also raise WeightUpdateError.
         """
         configs = getattr(model, "peft_config", None)
         if not isinstance(configs, Mapping):
             raise WeightUpdateError(f"{type(model).__name__} has no peft_config; give a PEFT model")
         name = _active_adapter(model, configs) if adapter_name is None else adapter_name
         if name not in configs:
-            raise WeightUpdateError(f"there is no adapter {name!r}, only {', '.join(configs)}")
+            raise WeightUpdateError(f"no adapter {name!r}; name one of {', '.join(configs)}")
         weights = named_weights(model) if weights is None else weights
         adapter = _from_config(
             configs[name].to_dict(),
@@ -148,11 +150,9 @@ class LoraAdapter:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> LoraAdapter:
-        """Return the adapter in a directory that PEFT's `save_pretrained` has written.
-
-        Raises ModelError for missing or broken files, and WeightUpdateError for settings that B @ A
-        cannot express.
-        """
+        """Return the adapter in a directory that PEFT's `save_pretrained` has written. Raises
+        ModelError for missing or broken files, and WeightUpdateError for settings that B @ A cannot
+        express."""
         weights = Path(directory) / WEIGHTS_FILE
         config = read_json(Path(directory) / CONFIG_FILE)
         return _from_config(config, dict(read_tensors(weights, tensor_names(weights))))
@@ -160,9 +160,9 @@ class LoraAdapter:
     def pairs(self) -> dict[str, LoraPair]:
         """Return A, B and scale of each adapted module, by the module's name.
 
-        Raises WeightUpdateError for an adapter without tensors, for a rank or an alpha of a module
-        without A, and for a tensor that is not A or B of a linear layer, comes twice, lacks its
-        other half, cannot be read, is not floating or does not have the rank.
+        Raises WeightUpdateError if there are no tensors, if `ranks` or `alphas` name a module
+        without tensors, or if a tensor is invalid. Valid tensors are A and B of a linear layer,
+        each once, readable, floating and with the layer's rank.
         """
         halves: dict[str, dict[str, str]] = {}
         for name in self.tensors:
@@ -180,14 +180,16 @@ class LoraAdapter:
         if not halves:
             raise WeightUpdateError("the adapter has no tensors; name an adapter that was trained")
         for module in {*self.ranks, *self.alphas} - halves.keys():
-            raise WeightUpdateError(f"the adapter has a rank or an alpha, but no A of {module!r}")
+            raise WeightUpdateError(
+                f"ranks or alphas name {module!r}, but the adapter has no tensors of it; send them"
+            )
         return {module: self._pair(module, names) for module, names in halves.items()}
 
     def _pair(self, module: str, names: Mapping[str, str]) -> LoraPair:
         for half, other in (("A", "B"), ("B", "A")):
             if half not in names:
                 raise WeightUpdateError(
-                    f"the adapter has {names[other]!r}, but not its lora_{half}"
+                    f"the adapter has {names[other]!r}, but not its lora_{half}; send both"
                 )
         rank = self.ranks.get(module, self.rank)
         pair = LoraPair(
@@ -259,7 +261,8 @@ def _from_config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lo
 
 def _by_module(patterns: Mapping[str, Any], modules: list[str]) -> dict[str, Any]:
     """Return values by module name, from a config's `rank_pattern` or `alpha_pattern`. A module
-    gets the value of the first pattern that matches the end of its name, or none."""
+    gets the value of the first pattern that matches the end of its name. Modules without a matching
+    pattern are left out."""
     found: dict[str, Any] = {}
     for module in modules:
         for pattern, value in patterns.items():

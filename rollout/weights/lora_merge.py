@@ -1,15 +1,15 @@
 """Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Used by ServedWeights while it stages an adapter, and by `trainer_hooks.weight_sync.sources` for
-trainers that push merged tensors. Changes no tensor that it is given. Shape letters: R rank, N out
-features, K in features of a layer.
+Used by ServedWeights while it stages an adapter, by `rollout_vllm.adapters`, and by
+`trainer_hooks.weight_sync.sources` for trainers that push merged tensors. Changes no tensor that it
+is given. Shape letters: R rank, N out features, K in features of a layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,11 +30,11 @@ _SUMMED_AT_ONCE = 1 << 16  # values, which fit into a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """A rank's parts of the weights of an update with an adapter. Empty for other updates.
+    """A rank's parts of weights with a merged adapter. Empty for updates without an adapter.
 
-    tensors: new values by weight name. bases: the adapted weights without the adapter, on the host.
-    follows_served: whether the adapter was merged into the served weights. Weights that are not in
-    `tensors` then stay as they are.
+    `tensors` has new values by weight name. `bases` has the adapted weights without the adapter, on
+    the host. `follows_served` says whether the adapter was merged into the served weights. If so,
+    weights that are not in `tensors` keep their values.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class AdaptedWeights:
 
 
 def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors on the host, by name. Sharded ones are gathered in the order of names, a
-    collective of all ranks."""
+    """Return whole tensors on the host, by name. Sharded tensors are gathered in the order of
+    names, a collective of all ranks."""
     whole = {name: full_tensor(tensors[name]) for name in sorted(tensors)}
     return {name: tensor.detach().cpu() for name, tensor in whole.items()}
 
@@ -67,11 +67,12 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
                 f"{pair.names[0]!r} adapts {name!r}, which is tied to another layer; leave it out "
                 "of target_modules, or set tie_word_embeddings to false"
             )
-        _check_fit(pair, slots[name])
+        check_fit(pair, slots[name].shape)
 
 
-def _check_fit(pair: LoraPair, slot: WeightSlot) -> None:
-    num_outputs, num_inputs = slot.shape
+def check_fit(pair: LoraPair, shape: Sequence[int]) -> None:
+    """Raise WeightUpdateError unless B @ A has the shape of the adapted weight."""
+    num_outputs, num_inputs = shape
     for name, given, size, what in (
         (pair.names[0], pair.a_RK.shape[1], num_inputs, "in"),
         (pair.names[1], pair.b_NR.shape[0], num_outputs, "out"),
@@ -89,11 +90,12 @@ def adapt_served(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Replace the served adapter: return new values of the weights that either adapter changes.
+    """Return new values of the weights that the served or the new adapter changes.
 
-    `pairs` is the new adapter. `bases` has the served weights without their present adapter, for
-    the layers that it changes. Weights that `pairs` leaves alone get these values back. `check` is
-    called before each weight and may raise. The sums are kept in `memory`.
+    `pairs` is the new adapter. `bases` has the weights that the served adapter changes, without
+    that adapter. Weights that only the served adapter changes return to their `bases`.
+    `check` is called before each weight, and can raise to cancel. The merged weights are kept in
+    `memory`.
     """
     tensors: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
@@ -120,10 +122,8 @@ def adapt_given(
     memory: StagingMemory,
 ) -> AdaptedWeights:
     """Return this rank's parts of all weights in `source`, with the adapter `pairs` merged in.
-
-    Adapted weights have the model's dtypes. `check` is called before each of them and may raise.
-    The sums are kept in `memory`.
-    """
+    Adapted weights have the model's dtypes. `check` is called before each adapted weight, and can
+    raise to cancel. The merged weights are kept in `memory`."""
     tensors = {each.weight: kept for each, kept in kept_parts(source, table, memory).items()}
     bases: dict[str, Tensor] = {}
     merger = Merger(pairs.values())
@@ -137,17 +137,18 @@ def adapt_given(
 
 
 class Merger:
-    """Merges A and B into weights, one layer after the other, with one buffer for the products. New
-    memory for each product would cost a page fault per 4 KiB, more than the sums."""
+    """Merges A and B into weights, one layer after the other. All products share one buffer."""
 
     def __init__(self, pairs: Iterable[LoraPair]) -> None:
+        # New memory for each product would cost a page fault per 4 KiB, more than the sums.
         sizes = [pair.b_NR.shape[0] * pair.a_RK.shape[1] for pair in pairs]
         self._scratch = torch.empty(max(sizes), dtype=torch.float32)
 
     @torch.no_grad()
     def merged(self, base_NK: Tensor, pair: LoraPair, cut: Cut | None) -> Tensor:
         """Return base + scale * (B @ A), summed in float32 on the host, in the base's dtype.
-        `base_NK` and the result are [N, K], or the part of it that `cut` keeps; None means all."""
+        `base_NK` and the result are the part of the [N, K] weight that `cut` keeps, or the whole
+        weight if `cut` is None."""
         shape = pair.b_NR.shape[0], pair.a_RK.shape[1]
         change_NK = self._scratch[: math.prod(shape)].view(shape)
         # One product for the whole layer: products of parts might sum in another order.

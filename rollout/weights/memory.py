@@ -34,12 +34,13 @@ _ALIGNMENT = 64  # bytes between possible starts of tensors: a cache line, good 
 
 
 class WeightMemory:
-    """One buffer of backend memory that holds all parameters, and can be released and restored.
-    `is_resident` is False while it is released. Persistent buffers are not in it and stay."""
+    """One buffer of backend memory with all parameters of a model, which can be released and
+    restored. `is_resident` is False while the buffer is released. Persistent buffers of the model
+    are not moved or released."""
 
     def __init__(self, model: CausalLM, backend: Backend, *, keeps_values: bool) -> None:
-        """Allocate the buffer and move the parameters into it, before any weight is packed. Without
-        `keeps_values` their values are undefined afterwards."""
+        """Allocate the buffer and move the parameters into it. Call this before any weight is
+        packed. If `keeps_values` is False, the parameters' values are undefined afterwards."""
         self._model, self._memory = model, backend.memory
         self._arena = backend.create_host_arena()
         self._ranges = dict(_layout(model))
@@ -65,8 +66,8 @@ class WeightMemory:
 
     @property
     def bytes_N(self) -> Tensor:
-        """The buffer with all parameters, uint8 [N], while resident. Do not keep it: it may
-        move."""
+        """The buffer with all parameters, uint8 [N], while resident. Read it anew each time:
+        `restore` can move the buffer."""
         assert self.is_resident, "the weights' memory is released"
         return self._memory.restore(_BUFFER)
 
@@ -77,12 +78,12 @@ class WeightMemory:
 
     @property
     def num_bytes_on_host(self) -> int:
-        """Bytes of the host copy that `restore` will use; 0 without one."""
+        """Bytes of the host copy from which `restore` copies; 0 without a copy."""
         return self.num_bytes if self._has_copy else 0
 
     def release(self, *, keeps_values: bool) -> int:
-        """Release the buffer and all packed copies; first copy it to the host if `keeps_values`.
-        Returns the number of bytes released from the buffer; 0 if it was released before."""
+        """Release the buffer and all packed copies. If `keeps_values`, first copy the buffer to the
+        host. Returns the number of bytes released; 0 if the buffer was released before."""
         if not self.is_resident:
             return 0
         if keeps_values:
@@ -96,8 +97,8 @@ class WeightMemory:
         return self._memory.release(_BUFFER)
 
     def restore(self) -> int:
-        """Allocate the buffer again, copy the values back if they were kept, and pack weights.
-        Returns the number of bytes copied back; 0 if the buffer is resident."""
+        """Allocate the buffer again, copy kept values back and pack the weights. Returns the number
+        of bytes copied back; 0 if no values were kept or the buffer is resident."""
         if self.is_resident:
             return 0
         buffer = self._memory.restore(_BUFFER)
@@ -110,8 +111,8 @@ class WeightMemory:
         return num_copied
 
     def _place_parameters(self, buffer: Tensor, *, keeps_values: bool = False) -> None:
-        """Make each parameter a view of its range of the buffer. With `keeps_values` its values are
-        copied there, and its old memory is freed before the next parameter is moved."""
+        """Make each parameter a view of its range of the buffer. If `keeps_values`, copy the
+        parameter's values there."""
         for name, parameter in self._model.named_parameters():
             start, end = self._ranges[name]
             view = buffer[start:end].view(parameter.dtype).view(self._shapes[name])
@@ -121,7 +122,8 @@ class WeightMemory:
 
 
 def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield each parameter's name and its (start, end) in the buffer, in bytes; tied ones once."""
+    """Yield the name of each parameter, tied ones once, and its (start, end) in the buffer in
+    bytes."""
     end = 0
     for name, parameter in model.named_parameters():
         start = aligned(end)
@@ -133,17 +135,18 @@ def _layout(model: CausalLM) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 class PackedMemory:
-    """One zeroed block for the packed copies of a staged update, freed with the last copy. The
-    system gives huge pages to a block this large, but not to memory of each small copy."""
+    """A zeroed block of memory for all packed copies of a staged update."""
 
     def __init__(self, create_arena: Callable[[], HostArena], num_bytes: int) -> None:
-        """Reserve nothing yet. `num_bytes`: bytes of all weights, each aligned."""
+        """`num_bytes` is the size of the block, which the first `allocate` reserves."""
         self._create_arena, self._num_bytes = create_arena, num_bytes
         self._free_N: Tensor | None = None
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return the next `num_bytes`. Raises ConfigError if the memory cannot be reserved."""
+        """Return the next `num_bytes` of the block. Raises ConfigError if there is no memory for
+        it."""
         if self._free_N is None:
+            # The system gives huge pages to a block this large, but not to each small copy.
             self._free_N = self._create_arena().reserve(self._num_bytes)
         bytes_N, self._free_N = self._free_N[:num_bytes], self._free_N[aligned(num_bytes) :]
         assert len(bytes_N) == num_bytes, "more packed copies than weights"
@@ -151,11 +154,9 @@ class PackedMemory:
 
 
 class ReusedArena:
-    """Host memory for one copy of a device's weights, page-locked once and reused.
-
-    One user has it at a time; a second user gets a new arena. Thread-safe, because updates may be
-    staged in one thread and committed in another.
-    """
+    """Host memory for one copy of a device's weights, page-locked once and reused. The arena has
+    one user at a time. A second user gets a new arena. Thread-safe: updates can be staged in one
+    thread and committed in another."""
 
     def __init__(self, create_arena: Callable[[], HostArena]) -> None:
         self._create_arena, self._arena = create_arena, create_arena()
@@ -171,19 +172,18 @@ class ReusedArena:
             return self._arena
 
     def release(self, user: object) -> None:
-        """Let another user acquire the arena. No-op unless `user` acquired it last."""
+        """Let another user acquire the arena. No-op unless `user` acquired the arena last."""
         with self._lock:
             if self._user() is user:
                 self._user = lambda: None
 
 
 class StagingArena:
-    """Implements `StagingMemory` with one arena that has room for each weight in the model's dtype.
+    """`StagingMemory` in one arena, which has room for each weight in the model's dtype.
 
-    Weights are cast to the model's dtype and copied there. Tensors without room in the arena, such
-    as a weight under a second name, get new memory. So do sharded tensors, tensors that are not
-    floating, and tensors that the model does not use or know; these are not cast. With `hash_own`,
-    `own_hashes` has the hashes of tensors that were cast, from before the cast.
+    Weights are cast to the model's dtype and copied to the arena. A tensor for which the arena has
+    no room, such as a weight under a second name, gets new memory. Sharded tensors, non-floating
+    tensors and tensors that the model does not use are kept as by HostCopies, without a cast.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class StagingArena:
         chunk_bytes: int,
         hash_own: Callable[[Tensor, torch.dtype], Tensor] | None = None,
     ) -> None:
-        """Store the arguments; the arena is acquired by the first `keep`. `slots` has the weights
-        that may change. `chunk_bytes` is how many bytes are copied at once."""
+        """`slots` has the weights that can change. `chunk_bytes` is how many bytes are copied at
+        once. `hash_own` computes `own_hashes`, the hashes of cast tensors from before the cast."""
         self._arenas, self._table, self._slots = arenas, table, slots
         self._chunk_bytes, self._hash_own = chunk_bytes, hash_own
         self._arena: HostArena | None = None
@@ -205,8 +205,8 @@ class StagingArena:
 
     @torch.no_grad()
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """Copy a tensor as `StagingMemory.keep` says. Raises ConfigError if the arena cannot be
-        allocated."""
+        """Copy a tensor as `StagingMemory.keep` says. The first call acquires the arena. Raises
+        ConfigError if the arena cannot be allocated."""
         if is_sharded(tensor) or not self._may_become_weight(name, tensor):
             return HOST_COPIES.keep(name, tensor, is_new=is_new)
         dtype = self._table.form(name)[1]
@@ -219,12 +219,13 @@ class StagingArena:
         return kept
 
     def has_any_of(self, values: Mapping[str, Tensor]) -> bool:
-        """Return whether one of these tensors is in memory that `keep` allocated."""
+        """Return whether one of these tensors is in memory that `keep` allocated for a weight."""
         own = self._own_storages()
         return any(_storage(tensor) in own for tensor in values.values())
 
     def writable(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `values` for overwriting: tensors outside of this memory are copied into it."""
+        """Return `values` in memory that can be overwritten. Tensors outside of this memory are
+        copied."""
         own = self._own_storages()
         return {
             name: tensor if _storage(tensor) in own else self.keep(name, tensor)
@@ -233,7 +234,7 @@ class StagingArena:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Release the arena if anything is raised inside."""
+        """Release the arena if anything is raised inside the context."""
         try:
             yield
         except BaseException:
@@ -241,15 +242,14 @@ class StagingArena:
             raise
 
     def release(self) -> None:
-        """Let another update acquire the arena. Nothing in it may be used after this."""
+        """Let another update acquire the arena. The arena's tensors are invalid afterwards."""
         self._arenas.release(self)
 
     def _own_storages(self) -> set[int]:
         return {_storage(tensor) for tensor in self._tensors.values()}
 
     def _may_become_weight(self, name: str, tensor: Tensor) -> bool:
-        """Return whether the model has a weight or alias `name` and `tensor` is floating. Tensors
-        of other dtypes are refused later."""
+        """Return whether the model has a weight or alias `name` and `tensor` is floating."""
         is_known = name in self._table.slots or name in self._table.aliases
         return is_known and not self._table.is_passed_over(name) and tensor.is_floating_point()
 
@@ -267,8 +267,8 @@ class StagingArena:
 
 
 def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
-    """Copy `source` to `target`, which has its shape, in ranges of rows of about `num_bytes` bytes.
-    So torch's temporary copies, for a cast or a source that is not contiguous, are small."""
+    """Copy `source` to `target`, of the same shape, in ranges of rows of about `num_bytes` bytes.
+    This keeps torch's temporary copies, such as for casts, small."""
     target, source = torch.atleast_1d(target), torch.atleast_1d(source)
     num_rows = rows_within(num_bytes, source)
     for to_rows, from_rows in zip(target.split(num_rows), source.split(num_rows), strict=True):
@@ -276,14 +276,15 @@ def copy_by_rows(target: Tensor, source: Tensor, num_bytes: int) -> None:
 
 
 def rows_within(num_bytes: int, values: Tensor) -> int:
-    """Return how many rows of `values` fit into `num_bytes` bytes; at least 1. Above 64 rows, a
-    multiple of 64, because a backend that packs rows writes whole groups of them faster."""
+    """Return how many rows of `values` fit into `num_bytes` bytes, at least 1. Results above 64 are
+    multiples of 64."""
+    # Backends that pack rows write whole groups of 64 faster.
     num_rows = num_bytes * max(1, len(values)) // max(1, values.numel() * values.itemsize)
     return num_rows // _PACKED_ROWS * _PACKED_ROWS or max(1, num_rows)
 
 
 def aligned(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to a multiple of 64, where values of any dtype may start."""
+    """Return `num_bytes` rounded up to a multiple of 64, where values of any dtype can start."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,7 +1,7 @@
-"""ServedWeights: the weights that one rank of an engine serves: their memory, values and version.
+"""ServedWeights: memory, values and version of the weights that one rank of an engine serves.
 
-`rollout.worker.loading` makes it, Worker and the executors update it, and Engine reads its state.
-It is the only writer of the model's weights and of their version.
+`rollout.worker.loading` creates ServedWeights, Worker and the executors update it, and Engine reads
+its state. ServedWeights is the only writer of the model's weights and of their version.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 
-# Copying half of it to or from the host takes half a millisecond, much longer than starting a copy.
+# Copying half a bucket to or from the host takes 0.5 ms, much longer than starting a copy.
 BUCKET_BYTES = 64 << 20
 
 
 class ServedWeights:
     """The weights of one rank, and the only writer of them and of their version.
 
-    All parameters are in a WeightMemory. A backend may have repacked a weight there, so that its
-    packed form is the only one. An update is staged first and then committed in place, so captured
-    graphs stay valid. `has_values` is False while the memory does not hold one complete set of
-    weights: they were discarded, or an update could not be rolled back. `is_finite` is False if the
-    served update has NaN or infinity.
+    An update is staged first and then committed in place, so captured CUDA graphs stay valid.
+    `has_values` is False while the memory does not hold one complete set of weights. Values are
+    missing after weights were discarded, and after an update that could not be rolled back.
+    `is_finite` is False if the served update has NaN or infinity.
 
     Under tensor parallelism each rank stages and hashes its parts of the update. Rank 0 verifies
-    the update with the shares of all ranks. Then all commit, and roll back if one of them fails.
+    the update with the shares of all ranks. Then all ranks commit, and roll back if one of them
+    fails.
     """
 
     def __init__(
@@ -93,10 +93,12 @@ class ServedWeights:
         fill: Callable[[], None] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Move the parameters of `model` into the backend's memory, before any weight is packed.
+        """Move the parameters of `model` into the backend's memory. Call this before any weight is
+        packed.
 
-        `fill` is then called to write the values of a model that has none; None if it has values,
-        which are moved. `bucket_bytes` is the device memory that an update may use temporarily.
+        `fill` writes the values after the move. If `fill` is None, the model's values are kept.
+        `version` is the first version. `bucket_bytes` is how much device memory an update can use
+        temporarily.
         """
         self._model, self._chunk_bytes = model, bucket_bytes // 2
         self._hasher = PartHasher(backend.ops, model.spec.shard)
@@ -106,9 +108,9 @@ class ServedWeights:
         self._create_arena = backend.create_host_arena
         self._arenas = None if is_host else ReusedArena(self._create_arena)
         self._backups = BackupKeeper(model, self._memory, self._arenas)
-        # The number of the served write: less than the latest one after a rollback.
+        # The number of the served write, which is below the latest number after a rollback.
         self._num_writes = self._latest_write = 0
-        self._bases: Mapping[str, Tensor] = {}  # weights without the adapter that serves, by name
+        self._bases: Mapping[str, Tensor] = {}  # served weights without their adapter, by name
         self.version, self.has_values = version, True
         self.is_finite = True  # assumed of the first weights; only updates are checked
         if fill is not None:
@@ -118,14 +120,14 @@ class ServedWeights:
     # ---- checks of the state
 
     def require_resident(self, what: str) -> None:
-        """Raise EngineStateError while the memory is released. The error says "cannot `what`"."""
+        """Raise EngineStateError "cannot `what`: ..." while the memory is released."""
         if not self.is_resident:
             raise EngineStateError(
                 f"cannot {what}: the weights' memory is released; resume(only='weights') first"
             )
 
     def require_values(self, what: str) -> None:
-        """Raise EngineStateError while the values are missing. The error says "cannot `what`"."""
+        """Raise EngineStateError "cannot `what`: ..." while the values are missing."""
         if not self.has_values:
             raise EngineStateError(
                 f"cannot {what}: the weights were discarded, or an update of them was cut off; "
@@ -140,16 +142,15 @@ class ServedWeights:
         return sorted(self._model.weight_slots())
 
     def checksum(self) -> str:
-        """Return the checksum of names and values of all weights, on an engine of one rank.
-
-        It is equal on every device. Raises EngineStateError while the memory is released or the
-        values are missing.
-        """
+        """Return the checksum of names and values of all weights, equal on every device. Call this
+        on an engine of one rank only. Raises EngineStateError while the memory is released or the
+        values are missing."""
         return checksum_of_shares([self.fingerprint_share()])
 
     def fingerprint_share(self, names: Sequence[str] | None = None) -> WeightShare:
         """Return this rank's part of the fingerprints of the weights `names`, or of all weights.
-        `checksum_of_shares` adds the parts of all ranks. Raises as `checksum` does."""
+        `checksum_of_shares` adds the parts of all ranks. Raises EngineStateError while the memory
+        is released or the values are missing."""
         self.require_resident("compute a checksum")
         self.require_values("compute a checksum")
         wanted = self._model.weight_slots() if names is None else names
@@ -158,10 +159,10 @@ class ServedWeights:
     def _hashed_served(
         self, names: Iterable[str], check: Callable[[], None] = lambda: None
     ) -> dict[Origin, Fingerprint]:
-        """Return this rank's part of the fingerprints of served weights. Weights are read one at a
-        time, because a slot may return a copy. `check` is called before each, and may raise."""
+        """Return this rank's part of the fingerprints of served weights. `check` is called before
+        each weight, and can raise to cancel."""
         queued: dict[Origin, Tensor] = {}
-        for name in names:
+        for name in names:  # one at a time, because a slot may return a copy
             check()
             slot = self._model.weight_slots()[name]
             queued[Origin(name, name)] = self._hasher.of_kept(slot, slot.read(), slot.dtype)
@@ -174,11 +175,8 @@ class ServedWeights:
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Change the version of the served weights to `version`.
-
-        Raises WeightUpdateError unless it is above the current one, and EngineStateError while the
-        values are missing.
-        """
+        """Change the version of the served weights to `version`. Raises WeightUpdateError unless
+        `version` grows, and EngineStateError while the values are missing."""
         self.require_values("set the generation epoch")
         self.version = next_version(self.version, version)
 
@@ -189,15 +187,15 @@ class ServedWeights:
         check: Callable[[], None] = lambda: None,
         source_checksum: str = "",
     ) -> StagedWeights:
-        """Check names, shapes, dtypes and values of an update, and pack it for `commit`.
+        """Check names, shapes, dtypes and values of an update, and pack the update for `commit`.
 
-        The served weights do not change; they are backed up if the commit will overwrite them
-        without an exchange. While values are missing, nothing is packed or backed up, and the
-        commit writes the tensors in place. Under tensor parallelism a rank stages its parts, and
-        `verify` checks the values. Sharded tensors are gathered in the order of their names, a
-        collective of all ranks of their mesh. `check` is called before each tensor, and may raise
-        to end staging. `source_checksum` is what `checksum_of` must return for the tensors as they
-        arrive; "" skips that check.
+        The served weights do not change. They are backed up if the commit will overwrite them by
+        copying. While values are missing, nothing is packed or backed up, and the commit writes the
+        tensors in place. Under tensor parallelism a rank stages its parts, and `verify` checks the
+        values. Sharded tensors are gathered in the order of their names, a collective of all ranks
+        of their mesh. `check` is called before each tensor, and can raise to cancel.
+        `source_checksum` is the expected checksum of the tensors as they arrive. "" skips that
+        check.
 
         Raises WeightUpdateError naming the tensor at fault and the expected form. Raises
         EngineStateError while the memory is released, and for an adapter without a base while the
@@ -238,7 +236,8 @@ class ServedWeights:
             )
 
     def _staging_memory(self, named_tensors: NamedTensors, *, hashes_own: bool) -> StagingMemory:
-        """Return the memory for the update's tensors: an arena, or HOST_COPIES on a CPU."""
+        """Return the memory for the update's tensors: an arena for a GPU's model, else
+        HOST_COPIES."""
         if self._arenas is None:
             return HOST_COPIES
         table = self._model.weight_table()
@@ -252,11 +251,9 @@ class ServedWeights:
     def _replacement(
         self, values: Mapping[str, Tensor], memory: StagingMemory, *, fills_missing: bool
     ) -> Replacement:
-        """Return an Exchange if some of `values` are in the arena, else an Overwriting.
-
-        It leaves out repacked weights, which their staged copies replace. With `fills_missing`, if
-        the old values are missing, it writes them, too, and makes no backup.
-        """
+        """Return an Exchange if some of `values` are in the arena, else an Overwriting. Repacked
+        weights are left out, because their staged copies replace them. If `fills_missing`, repacked
+        weights are included, and no backup is made."""
         slots = self._model.weight_slots()
         tensors = {
             name: tensor
@@ -276,10 +273,11 @@ class ServedWeights:
     def verify(
         self, staged: StagedWeights, shares: Sequence[WeightShare], source_checksum: str = ""
     ) -> None:
-        """Check the values of an update that all ranks have staged, by their shares, in rank order.
+        """Check the values of an update that all ranks have staged, by their shares in rank order.
 
-        Sets the checksum of `staged`. `source_checksum` is as in `stage`. Raises the
-        WeightUpdateErrors that `stage` raises on an engine of one rank, which need not call this.
+        Sets the checksum and `is_finite` of `staged`. `source_checksum` is as in `stage`. Raises
+        WeightUpdateError for wrong values. An engine of one rank need not call `verify`, because
+        `stage` checks the values there.
         """
         total = sum_of(shares)
         origins = origins_of(self._model.weight_table(), total.pieces)
@@ -289,7 +287,7 @@ class ServedWeights:
         self, total: WeightShare, origins: Mapping[str, Origin], source_checksum: str
     ) -> tuple[str, bool]:
         """Check the fingerprints of an update. Return the checksum of all weights, and whether all
-        are finite. Raises WeightUpdateError."""
+        weights are finite. Raises WeightUpdateError."""
         if source_checksum:
             check_checksum(total.own, source_checksum)
         if self._reject_non_finite:
@@ -301,13 +299,13 @@ class ServedWeights:
 
     @torch.no_grad()
     def commit(self, staged: StagedWeights, version: int | None) -> int:
-        """Write a staged update in place and serve it as `version`; None means the next one.
+        """Write a staged update in place and serve it as `version`; None means the current version
+        + 1.
 
-        Returns the size in bytes of the weights written. After an error the commit is rolled back,
-        to the old weights or to missing values. Raises WeightUpdateError for a version that is not
-        above the present one, for an update that cannot be committed any more, and if writing
-        fails. Raises EngineStateError while the memory is released, and for an adapter while the
-        values are missing.
+        Returns the size in bytes of the weights written. If writing fails, the commit is rolled
+        back. Raises WeightUpdateError if writing fails, for a version that is not above the present
+        one, and for an update that cannot be committed any more. Raises EngineStateError while the
+        memory is released, and for an adapter on the served weights while their values are missing.
         """
         self.require_resident("commit an update")
         new_version = next_version(self.version, version)
@@ -352,7 +350,7 @@ class ServedWeights:
 
     @torch.no_grad()
     def roll_back(self, staged: StagedWeights) -> None:
-        """Undo `commit(staged)`, because another rank has failed. No update may have been written
+        """Undo `commit(staged)`, after another rank has failed. No update may have been written
         since. `staged` can be committed again."""
         replaced = staged.replaced
         assert replaced is not None, "rollback of an update that was not committed"
@@ -361,7 +359,6 @@ class ServedWeights:
         self._restore(staged, replaced)
 
     def _restore(self, staged: StagedWeights, replaced: Replaced) -> None:
-        """Restore the values and the state from before a commit."""
         staged.replacement.roll_back()
         if not staged.fills_missing:
             replaced.packed.restore()
@@ -378,7 +375,7 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return this rank's parts of an update, and for a LoraAdapter the weights it changes."""
+        """Return this rank's parts of an update, and what a LoraAdapter changes."""
         if isinstance(named_tensors, LoraAdapter):
             return self._adapted(named_tensors, check, memory, wants_own=wants_own)
         given, table = by_name(named_tensors, memory), self._model.weight_table()
@@ -393,8 +390,6 @@ class ServedWeights:
         *,
         wants_own: bool,
     ) -> tuple[KeptParts, AdaptedWeights]:
-        """Return this rank's parts of an update by `adapter`, with fingerprints of all weights, and
-        the weights that it changes."""
         table = self._model.weight_table()
         check_targets(adapter.pairs(), self._model)
         with blaming("gathering the adapter"):
@@ -426,7 +421,7 @@ class ServedWeights:
         values: Mapping[str, Tensor],
         check: Callable[[], None],
     ) -> list[Any]:
-        """Return what each linear layer staged for the commit. The old weights stay in use."""
+        """Return the packed copies that each linear layer staged. The old weights stay in use."""
         addresses = self._model.weight_table().addresses()
         new = {
             addresses[name]: values[origin.weight]
@@ -457,7 +452,6 @@ class ServedWeights:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the parameters' memory is allocated, not released."""
         return self._memory.is_resident
 
     @property
@@ -467,7 +461,7 @@ class ServedWeights:
 
     @property
     def num_bytes_on_host(self) -> int:
-        """Bytes of the host copy that `restore` will use; 0 without one."""
+        """Bytes of the host copy from which `restore` copies; 0 without a copy."""
         return self._memory.num_bytes_on_host
 
     @property
@@ -476,10 +470,9 @@ class ServedWeights:
         return sum(base.nbytes for base in self._bases.values())
 
     def release(self, *, discard: bool) -> int:
-        """Release the memory. Copy it to the host first, unless `discard` or values are missing.
-
-        With `discard`, `has_values` becomes False. Returns the bytes released; 0 if it was released
-        before."""
+        """Release the parameters' memory. Copy it to the host first, unless `discard` or values are
+        missing. `discard` sets `has_values` to False. Returns the bytes released; 0 if the memory
+        was released before."""
         if not self.is_resident:
             return 0
         self.has_values = self.has_values and not discard
@@ -488,6 +481,6 @@ class ServedWeights:
         return self._memory.release(keeps_values=self.has_values)
 
     def restore(self) -> int:
-        """Allocate the memory again and copy the values back if they were kept. Returns the number
-        of bytes copied back; 0 if it is resident."""
+        """Allocate the memory again and copy kept values back. Returns the number of bytes copied
+        back; 0 if none were kept or the memory is resident."""
         return self._memory.restore()

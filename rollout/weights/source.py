@@ -1,7 +1,8 @@
 """WeightsSource: the message that says how engines fetch the weights of a push.
 
-The weight transports make it, `rollout.apis.weight_push` sends it through the coordinator to the
-engines, and the engines' WeightFetcher reads it.
+The weight transports create WeightsSources, and `rollout.apis.weight_push` sends them through the
+coordinator (`rollout.coordinator`) to the engines. There `rollout.weights.transports.registry`
+reads them.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _entries_decoder = msgspec.msgpack.Decoder(Entries)
 
 
 def pack_manifest(entries: Mapping[str, TensorEntry]) -> bytes:
-    """Return the manifest of these tensors, packed for a WeightsSource. Raises ProtocolError if a
-    value cannot be encoded."""
+    """Return the encoded `manifest` of a WeightsSource. Raises ProtocolError for values that cannot
+    be encoded."""
     return pack(entries)
 
 
 class LoraTerms(WireData, frozen=True, kw_only=True):
-    """Settings of a LoraAdapter, without its tensors A and B, which the source's tensors are."""
+    """Settings of a LoraAdapter. The tensors A and B are at the source."""
 
     rank: Count
     alpha: Alpha
@@ -50,17 +51,18 @@ class LoraTerms(WireData, frozen=True, kw_only=True):
 
 
 class WeightsSource(WireData, frozen=True, kw_only=True):
-    """The message that says where and how to fetch the weights of a push. It contains no weights.
+    """Message that says where and how to fetch the weights of a push, without the weights
+    themselves.
 
-    kind: name of the transport. address: the source's address in the form of that transport.
-    manifest: the place of each tensor, packed by `pack_manifest`; empty for transports that store
-    the places with the tensors. checksum: `weights_checksum()` of an engine that serves the
-    weights, set by the coordinator; "" before. tensors_checksum: checksum of the tensors in the
-    source, before any cast; "" if it comes with the tensors. lora: settings of the adapter if the
-    tensors are its A and B; None for weights. is_kept: whether the weights can be fetched after the
-    push. num_members: number of engines that take part in the push, set by the coordinator.
-    builds_on: checksum of the tensors that this source changes, if it is a link in a chain of
-    deltas; "" for the first link, None outside of a chain.
+    `kind` is the name of the transport, and `address` has the form of that transport. `manifest` is
+    the place of each tensor, packed by `pack_manifest`; empty if the transport stores the places
+    with the tensors. `checksum` is `weights_checksum()` of an engine that serves the weights; ""
+    until the coordinator sets it. `tensors_checksum` is the checksum of the tensors at the source,
+    before any cast; "" if the checksum comes with the tensors. `lora` has the settings of the
+    adapter if the tensors are an adapter's A and B; None for weights. `is_kept` says whether the
+    weights can be fetched after the push. `num_members` is the number of engines in the push, set
+    by the coordinator. `builds_on` is the checksum of the tensors that a delta changes; "" for the
+    first link of a chain of deltas, None outside of a chain.
     """
 
     kind: Name
@@ -75,12 +77,12 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether engines need no earlier source: it is neither an adapter nor a later delta."""
+        """Whether engines need no earlier source, as for full weights and a chain's first delta."""
         return self.lora is None and not self.builds_on
 
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Return where each tensor is, by name; {} for an empty manifest. Raises WeightUpdateError
-        if the manifest is malformed."""
+        """Return the place of each tensor, by name; {} for an empty manifest. Raises
+        WeightUpdateError if the manifest is malformed."""
         try:
             return _entries_decoder.decode(self.manifest) if self.manifest else {}
         except FAULTS as fault:

@@ -1,8 +1,9 @@
-"""StagedWeights: an update before its commit, and the two ways to write it and to roll it back.
+"""StagedWeights: an update before its commit, and two ways to write it and to roll it back.
 
-Overwriting copies the new values over the old ones, after a backup. Exchange swaps them, so that
-the staged update becomes the backup. ServedWeights makes them and decides when they write. Worker,
-the executors and Follower pass StagedWeights from `stage` to `commit`.
+Overwriting copies the new values over the old ones, after a backup. Exchange swaps new and old
+values, so that the staged update becomes the backup. ServedWeights creates these objects and
+decides when they write. Worker, the executors and Follower pass StagedWeights from `stage` to
+`commit`. Writes to the model's weights.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from rollout.weights.update import blaming
 
 
 class Replacement(Protocol):
-    """Replaces the values of weights, and can roll back even if it has replaced only some. Called
+    """Replaces values of weights, and can roll back after any part of them was replaced. Called
     under torch.no_grad()."""
 
     def reserve(self, num_writes: int) -> None:
-        """Allocate what `roll_back` needs. `num_writes` is the number of the committed update that
-        is served now."""
+        """Allocate memory for `roll_back`. `num_writes` is the number of the update that is served
+        now."""
         ...
 
     def replace(self) -> None:
@@ -42,20 +43,20 @@ class Replacement(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StagedWeights:
-    """A staged update, which can be committed until it is spent. ServedWeights changes it.
+    """A staged update. ServedWeights can commit it until `is_spent`, and changes its fields.
 
-    `replacement`: writes the new values of weights that are not repacked. `packed`: the result of
-    `Linear.stage` for each layer; [] with `fills_missing`. `num_writes`: number of the committed
-    update that was served when staging began. `num_bytes`: size of the weights that it writes; an
-    adapter writes only some. `bases`: adapted weights without their adapter, by name.
-    `follows_served`: whether it is an adapter on the weights that served then. `fills_missing`:
-    whether the weights' values were missing then, so that it has no backup. `share`: this rank's
-    part of the fingerprints. `checksum`: checksum of all weights; "" until `verify` under tensor
-    parallelism. `is_finite`: whether all weights are finite. `is_spent`: whether it was committed
-    and not rolled back. `replaced`: the state before its commit; None unless it is committed.
-    `elsewhere`: handle of the other ranks' staged parts, which they drop when it is freed; set by
-    the TensorParallelExecutor. `started_at`: start of staging by time.perf_counter(). `seconds`:
-    duration of staging.
+    `replacement` writes the new values of weights that are not repacked. `packed` has the result of
+    `Linear.stage` for each layer; [] if `fills_missing`. `num_writes` is the number of the
+    committed update that was served when staging began. `num_bytes` is the size of the weights that
+    the commit writes. `bases` has the adapted weights without their adapter, by name.
+    `follows_served` says whether the update is an adapter on the weights served at staging.
+    `fills_missing` says whether the weights' values were missing at staging. `share` is this rank's
+    part of the fingerprints. `checksum` is the checksum of all weights; "" until `verify` under
+    tensor parallelism. `is_spent` says whether the update was committed and not rolled back.
+    `replaced` is the state before the commit; None unless committed. `elsewhere` is a handle of the
+    other ranks' staged parts, set by the TensorParallelExecutor. The other ranks drop their parts
+    when the handle is freed. `started_at` is the start of staging by time.perf_counter(), and
+    `seconds` its duration.
     """
 
     replacement: Replacement
@@ -78,7 +79,7 @@ class StagedWeights:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
     """The state before a commit, for its rollback. `num_writes` is the commit's number, and
-    `num_writes_before` is the number of the update that was served before."""
+    `num_writes_before` the number of the update served before."""
 
     num_writes: int
     num_writes_before: int
@@ -90,21 +91,18 @@ class Replaced:
 
 
 class PackedCopies:
-    """The linear layers' packed copies from before a commit, kept for its rollback.
-
-    `staged` are the copies that replace them. A repacked weight swaps its values with its staged
-    copy, which then has the old values.
-    """
+    """The linear layers' packed copies from before a commit, kept for its rollback."""
 
     def __init__(self, model: CausalLM, staged: Sequence[Any]) -> None:
+        """`staged` has the packed copies that replace the present ones."""
         self._layers = list(model.linear_layers().values())
         self._served = [layer.packed for layer in self._layers]
         self._staged = staged
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the layers use the old copies again. Call this after the weights that are not packed
-        have their old values."""
+        """Make the layers use the old copies again. First restore the weights without packed
+        copies."""
         for layer, packed, staged in zip(self._layers, self._served, self._staged, strict=True):
             layer.restore(packed, staged)
 
@@ -113,8 +111,8 @@ class PackedCopies:
 
 
 class WeightBackup:
-    """A copy of the present weights of a model on the CPU. Weights with a packed copy are left out:
-    they can be restored from that copy."""
+    """A copy of a model's present weights on the CPU. Weights with a packed copy are left out,
+    because they are restored from that copy."""
 
     @torch.no_grad()
     def __init__(self, model: CausalLM) -> None:
@@ -130,14 +128,13 @@ class WeightBackup:
         ]
 
     def restore(self) -> None:
-        """Write all values back."""
         for weight, values in self._plain:
             weight.detach().copy_(values)
 
 
 class HostBackup:
-    """A host copy of the present weights of a model on a device: of the buffer with all parameters,
-    and of the persistent buffers."""
+    """A host copy of a model's present weights on a device: the parameters' buffer and the
+    persistent buffers."""
 
     @torch.no_grad()
     def __init__(self, model: CausalLM, memory: WeightMemory, arenas: ReusedArena) -> None:
@@ -150,7 +147,6 @@ class HostBackup:
         ]
 
     def restore(self) -> None:
-        """Write all values back."""
         self._memory.bytes_N.copy_(self._bytes_N)
         for buffer, values in self._buffers:
             buffer.detach().copy_(values)
@@ -178,8 +174,7 @@ class BackupKeeper:
 
 
 class Overwriting:
-    """Implements `Replacement`: copies tensors in place, and rolls back from a backup. If the old
-    values are missing, there is no backup, and a rollback leaves them missing."""
+    """`Replacement` that copies tensors in place, and rolls back from a backup."""
 
     def __init__(
         self,
@@ -192,8 +187,8 @@ class Overwriting:
         """Back up the present weights now, so that the commit stalls for less time.
 
         `tensors` has the new values by weight name. `backups` is None if the old values are
-        missing. `num_writes` is as in `reserve`. At most `chunk_bytes`, or one row, are written at
-        once, which bounds the memory for casts.
+        missing. Then there is no backup, and a rollback leaves the values missing. `num_writes` is
+        as in `reserve`. At most `chunk_bytes`, or one row, are written at once.
         """
         self._slots, self._tensors, self._chunk_bytes = slots, tensors, chunk_bytes
         self._backups = backups
@@ -225,7 +220,7 @@ class Overwriting:
 
 
 class _RowRange(NamedTuple):
-    """Rows of new values for a weight, and the first row to which they belong."""
+    """Consecutive rows of new values for a weight, from row `first_row`."""
 
     name: str
     slot: WeightSlot
@@ -244,11 +239,11 @@ def _row_ranges(name: str, slot: WeightSlot, values: Tensor, num_bytes: int) -> 
 
 
 class Exchange:
-    """Implements `Replacement`: swaps the update's values on the host with the device's values.
+    """`Replacement` that swaps the update's values on the host with the device's values.
 
-    So the staged update becomes the backup, and no second copy is needed. Row ranges pass through a
-    bucket on the device, whose halves hold the new and the old rows until both are in place. So an
-    error or an interrupt at any point can be rolled back.
+    The staged update becomes the backup, so no second copy is needed. Row ranges pass through a
+    bucket on the device. The bucket's halves hold the new and the old rows until both are in place.
+    So an error or an interrupt at any point can be rolled back.
     """
 
     def __init__(
@@ -259,8 +254,9 @@ class Exchange:
         chunk_bytes: int,
         device: torch.device,
     ) -> None:
-        """`values` has the new values by weight name, in the weights' dtypes. They are in `arena`,
-        and are overwritten. Half of the bucket on `device` has `chunk_bytes` bytes, or one row."""
+        """`values` has the new values by weight name, in the weights' dtypes. The values are in
+        `arena`, and the exchange overwrites them. Each half of the bucket on `device` has up to
+        `chunk_bytes` bytes, or one row."""
         assert all(values[name].dtype == slots[name].dtype for name in values), "a lossy exchange"
         self._device = device
         self._arena = arena  # keeps it alive, so that no other update acquires its memory
@@ -323,6 +319,6 @@ class Exchange:
         return new, old
 
     def _wait(self) -> None:
-        """Wait until the device's copies have ended, so that host memory may be reused."""
+        """Wait until the device's copies have ended, so that host memory can be reused."""
         assert self._bucket_HN is not None
         self._bucket_HN[:, :1].cpu()

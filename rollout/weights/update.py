@@ -2,8 +2,9 @@
 
 Used by ServedWeights and the other modules of `rollout.weights`, by the weight transports, and by
 `trainer_hooks.weight_sync`. All interfaces that take an update import NamedTensors from here: in
-`rollout.apis`, `rollout.engine`, `rollout.worker`, `rollout.tensor_parallel`, `rollout.serve` and
-`rollout.coordinator.agent`. Reads and copies tensors, and changes none.
+`rollout.apis`, `rollout.engine`, `rollout.worker`, `rollout.tensor_parallel`, `rollout.serve`,
+`rollout.testing`, `rollout_vllm` and `rollout.coordinator.agent`. Reads and copies tensors, but
+changes none.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Fingerprint = Sequence[int]  # (hash, number of non-finite values)
 
 
 class Origin(NamedTuple):
-    """Source of the values of the model's weight `weight`: the update's tensor `tensor`, or a part
-    of it. Both are names."""
+    """Says that the update's tensor `tensor`, or a part of it, gives the weight `weight` its
+    values."""
 
     weight: str
     tensor: str
@@ -49,11 +50,9 @@ class Origin(NamedTuple):
 
 
 class blaming:
-    """A context manager that turns any Exception inside it into a WeightUpdateError.
-
-    The error says "`culprit` failed with ...". A loop may set `culprit` for each tensor, which
-    costs less than one context for each. WeightUpdateErrors pass unchanged.
-    """
+    """A context manager that turns any Exception inside it into a WeightUpdateError. The error says
+    "`culprit` failed with ...". A loop can set `culprit` for each tensor. WeightUpdateErrors are
+    not changed."""
 
     __slots__ = ("culprit",)
 
@@ -82,10 +81,10 @@ class blaming:
 class WeightStream(Iterator[tuple[str, Tensor]]):
     """An iterator of (Hugging Face name, whole plain tensor), which is read once.
 
-    With `lasts` all tensors stay valid. Otherwise a tensor is valid until the next one is read,
-    when its memory may be freed or reused. Tensors may require gradients. If tensors are sharded,
-    each step is a collective of all ranks, and a reader that stops early must call `drain`, so that
-    the other ranks are not blocked.
+    If `lasts`, all tensors stay valid. Otherwise a tensor is valid until the next one is read, when
+    its memory can be freed or reused. Tensors can require gradients. If tensors are sharded, each
+    step is a collective of all ranks. A reader that stops early must then call `drain`, so that the
+    other ranks are not blocked.
     """
 
     def __init__(self, pairs: Iterator[tuple[str, Tensor]], *, lasts: bool) -> None:
@@ -96,8 +95,8 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
         return next(self._pairs)
 
     def drain(self) -> None:
-        """Read and drop the rest of the stream. An error while reading ends it and is logged. Does
-        nothing at the end of the stream."""
+        """Read and drop the remaining tensors. An error while reading ends the stream and is
+        logged. No-op at the end of the stream."""
         try:
             for _ in self._pairs:
                 pass
@@ -110,27 +109,24 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
 class StagingMemory(Protocol):
     """Host memory for tensors of an update that would not stay valid until its commit. `own_hashes`
-    has the hashes, by name, of tensors that `keep` has cast, from before the cast."""
+    has the hashes of tensors that `keep` has cast, from before the cast, by name."""
 
     @property
     def own_hashes(self) -> Mapping[str, Tensor]: ...
 
     def keep(self, name: str, tensor: Tensor, *, is_new: bool = False) -> Tensor:
-        """Return the values of `tensor` in host memory that lasts; it may cast them.
-
-        `name` is the name of the tensor, or of the weight that it becomes. `is_new` says that
-        nothing else refers to the tensor, so it need not be copied.
-        """
+        """Return the values of `tensor` in host memory that stays valid. The result can have
+        another dtype. `name` is the name of the tensor, or of the weight that gets its values. A
+        tensor with `is_new` is not copied, because nothing else refers to it."""
         ...
 
     def released_on_error(self) -> AbstractContextManager[None]:
-        """Return a context manager that releases the memory if anything is raised inside it,
-        because the error may outlive the update."""
+        """Return a context manager that releases the memory if anything is raised inside it."""
         ...
 
 
 class HostCopies:
-    """Implements `StagingMemory`: each tensor gets its own host memory, and keeps its dtype."""
+    """`StagingMemory` that gives each tensor its own host memory, and keeps its dtype."""
 
     own_hashes: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -145,8 +141,8 @@ HOST_COPIES = HostCopies()
 
 
 def lasting(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor from an iterator, which may reuse the tensor's memory. A parameter,
-    which stays valid, and a tensor that cannot be read are returned themselves."""
+    """Return a copy of a tensor from an iterator, which can reuse the tensor's memory. Parameters,
+    which stay valid, and tensors that cannot be read are returned themselves."""
     return tensor if _lasts(tensor) else tensor.detach().clone()
 
 
@@ -162,9 +158,9 @@ _REMEDY = "pass the module, module.named_parameters() or a mapping of names to t
 def by_name(named_tensors: NamedTensors, memory: StagingMemory = HOST_COPIES) -> dict[str, Tensor]:
     """Return the tensors of an update by name.
 
-    Tensors of an iterator are copied to `memory`, unless they are parameters or stay valid as in a
-    WeightStream with `lasts`. All others are returned themselves. Raises WeightUpdateError for any
-    other type or an invalid name, if reading fails, and if a name comes twice.
+    Tensors of an iterator are copied to `memory`. Parameters, and tensors of a WeightStream whose
+    `lasts` is True, are not copied. Raises WeightUpdateError for a value of another type, an
+    invalid name, a name that comes twice, and if reading fails.
     """
     if isinstance(named_tensors, nn.Module):
         return named_weights(named_tensors)
@@ -191,9 +187,10 @@ def by_name(named_tensors: NamedTensors, memory: StagingMemory = HOST_COPIES) ->
 def streamed(named_tensors: NamedTensors) -> WeightStream:
     """Return the tensors of an update as a stream, in the same order on all ranks of a trainer.
 
-    A module, a mapping, an adapter or a list is read in the order of names, an iterator in its own
+    A module, mapping, adapter or list is read in the order of names, and an iterator in its own
     order. Sharded tensors are gathered when they are read. A WeightStream is returned itself.
-    Reading raises WeightUpdateError for a tensor that cannot be read or whose name comes twice.
+    Reading raises WeightUpdateError for a tensor that cannot be read and for a name that comes
+    twice.
     """
     if isinstance(named_tensors, WeightStream):
         return named_tensors
@@ -246,10 +243,8 @@ def _require_name(name: object) -> None:
 
 class _Pairs(Iterator[tuple[str, Tensor]]):
     """An iterator over checked (name, tensor) pairs. It keeps no reference to a returned tensor.
-
-    Raises WeightUpdateError for anything that is not such a pair. If reading the pairs fails, the
-    error names the pair before.
-    """
+    Raises WeightUpdateError for any other item. If reading fails, the error has the last name
+    read."""
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         self._pairs, self._last = iter(pairs), "no tensor at all"
@@ -281,7 +276,7 @@ def checked_source(
 
     Sharded tensors are gathered in the order of their names, a collective of all ranks of their
     mesh, and kept in `memory`. Tensors that the model computes itself or does not use are left out.
-    Raises WeightUpdateError for tensors that do not fit `table`, and for missing ones.
+    Raises WeightUpdateError for tensors that do not fit `table`, and for missing tensors.
     """
     given = by_name(named_tensors, memory)
     source = {name: tensor for name, tensor in given.items() if not table.is_passed_over(name)}
@@ -301,7 +296,7 @@ def checked_source(
 
 
 def parts_by_origin(source: Mapping[str, Tensor], table: WeightTable) -> dict[Origin, Tensor]:
-    """Return views of the values of each weight in the tensors `source` of an update."""
+    """Return views of each weight's values in the tensors `source` of an update."""
     return {
         Origin(weight, name): part_of(tensor, index)
         for name, tensor in source.items()
@@ -331,7 +326,6 @@ def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
 
 
 def _check_form(name: str, tensor: Tensor, table: WeightTable) -> None:
-    """Raise WeightUpdateError if the tensor has no readable values, or a wrong shape or dtype."""
     _require_readable(name, tensor)
     shape, dtype = table.form(name)
     if tensor.shape != shape:
@@ -355,8 +349,8 @@ def _listing(names: list[str]) -> str:
 def check_finite(
     fingerprints: Mapping[Origin, Fingerprint], dtypes: Mapping[Origin, torch.dtype]
 ) -> None:
-    """Raise WeightUpdateError naming a tensor whose fingerprint, taken in the dtype in `dtypes`,
-    counts NaN or infinity."""
+    """Raise WeightUpdateError naming a tensor with NaN or infinity, by the count in its
+    fingerprint. `dtypes` has the dtype in which each fingerprint was taken."""
     for origin, (_, num_bad) in fingerprints.items():
         if num_bad:
             raise WeightUpdateError(
@@ -366,7 +360,7 @@ def check_finite(
 
 
 def origins_of(table: WeightTable, origins: Iterable[Origin]) -> dict[str, Origin]:
-    """Return for each of the model's weights the first of `origins` that gives its values. Tied
+    """Return, by the weight's name, the first of `origins` that gives a weight its values. Tied
     weights have the same origin."""
     addresses = table.addresses()
     chosen: dict[int, Origin] = {}
@@ -382,11 +376,9 @@ def check_values(
     *,
     reject_non_finite: bool,
 ) -> None:
-    """Check the values of a full update by their fingerprints in the model's dtypes.
-
-    Raises WeightUpdateError for NaN or infinity if `reject_non_finite`, and if the update gives two
-    different values to a weight or to tied weights. `origins` is the result of `origins_of`.
-    """
+    """Check the values of a full update by their fingerprints in the model's dtypes. `origins` is
+    the result of `origins_of`. Raises WeightUpdateError if the update gives two different values to
+    a weight or to tied weights, and for NaN or infinity if `reject_non_finite`."""
     if reject_non_finite and any(num_bad for _, num_bad in fingerprints.values()):
         check_finite(fingerprints, {each: table.slots[each.weight].dtype for each in fingerprints})
     for origin, fingerprint in fingerprints.items():
@@ -400,7 +392,6 @@ def check_values(
 
 
 def check_checksum(fingerprints: Mapping[str, Fingerprint], announced: str) -> None:
-    """Raise WeightUpdateError unless the tensors that arrived have the checksum `announced`."""
     checksum = checksum_of(fingerprints)
     if checksum != announced:
         raise WeightUpdateError(

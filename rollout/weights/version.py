@@ -1,6 +1,8 @@
 """Versions of weights: integers that only grow.
 
-Used by ServedWeights, the engine and its executors, and the coordinator's commands."""
+Used by ServedWeights, `rollout.engine`, the executors (`rollout.worker`, `rollout.tensor_parallel`,
+`rollout_vllm`), `rollout.testing` and the coordinator's commands.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ MAX_VERSION = 2**31 - 1
 def next_version(
     current: int, version: object, error_type: type[RolloutError] = WeightUpdateError
 ) -> int:
-    """Return the version of the next weights: `version`, or `current` + 1 if it is None. Raises
-    `error_type` unless that is an integer above `current` and at most MAX_VERSION."""
+    """Return the version of the next weights: `version`, or `current` + 1 if `version` is None.
+    Raises `error_type` unless the result is an integer above `current` and at most MAX_VERSION."""
     if version is None:
         version = current + 1
     if isinstance(version, bool) or not isinstance(version, int) or version > MAX_VERSION:

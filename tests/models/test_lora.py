@@ -176,7 +176,7 @@ def test_from_peft_takes_one_of_several_adapters() -> None:
     model.active_adapters = ["old", "new"]
     with pytest.raises(WeightUpdateError, match="2 active adapters"):
         LoraAdapter.from_peft(model)
-    with pytest.raises(WeightUpdateError, match="no adapter 'newest', only old, new"):
+    with pytest.raises(WeightUpdateError, match="no adapter 'newest'; name one of old, new"):
         LoraAdapter.from_peft(model, "newest")
 
 

@@ -438,7 +438,7 @@ def test_ropes_by_layer_type_refuse_settings_that_transformers_ignores(
         ("mixtral", {"n_shared_experts": 1}, "n_shared_experts=1.*'mixtral'"),
         ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "'gelu_pytorch_tanh' is not supported"),
         ("glm4_moe", {"n_group": 3}, "num_experts=8 must make num_expert_groups=3"),
-        ("glm4_moe", {"n_group": 8}, "num_expert_groups=8 of two or more"),
+        ("glm4_moe", {"n_group": 8}, "num_expert_groups=8 equal groups of two or more"),
         ("glm4_moe", {"topk_group": 5}, "num_chosen_groups=5"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "experts_per_token=5 exceeds the 4"),
     ],

@@ -1,13 +1,13 @@
 """NativePagedAttention: compiled attention that reads blocks in place, for float32 and bfloat16.
 
-Made by `rollout.backends.cpu.backend`; `rollout.backends.cpu.decoder` uses its limits. Writes only
-the KV cache. Decode reads blocks that several rows share, as samples of one prompt do, only once. A
-row's result depends neither on this, nor on the other rows, nor on the number of threads. Prefill
-over a bfloat16 cache rounds queries and weights to bfloat16 if the processor has dot products of
-bfloat16 pairs, unless the backend is deterministic. Other dtypes and head dims use the inherited
-torch path.
+Created by `rollout.backends.cpu.backend` and `benchmarks.attention`. `rollout.backends.cpu.decoder`
+imports its limits. Writes only the KV cache.
 
-Shape letters: T tokens, H query heads, G key/value heads, D head dim.
+Decode reads a block that several rows share, as samples of one prompt do, only once. A row's result
+does not depend on other rows or on the number of threads. Prefill over a bfloat16 cache rounds
+queries and weights to bfloat16 if the processor has dot products of bfloat16 pairs, unless the
+backend is deterministic. Other dtypes and head dims use the inherited torch path. Shape letters: T
+tokens, H query heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NativePlan(TorchPlan):
 
 
 class NativePagedAttention(TorchSdpaAttention):
-    """Implements `AttentionBackend` on CPU with compiled kernels."""
+    """`AttentionBackend` on CPU with compiled kernels."""
 
     def __init__(
         self, kernels: Kernels, ops: Ops[Any] | None = None, *, deterministic: bool = False
@@ -78,8 +78,7 @@ class NativePagedAttention(TorchSdpaAttention):
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Returns
-        [T, H, D]."""
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache = batch.kv[layer]
         if not _is_supported(cache, q_THD, k_TGD, v_TGD):
@@ -148,14 +147,13 @@ def set_traits(args: AttentionArgs, traits: AttentionTraits, sinks_H: Tensor | N
 
 
 def prefill_units(kernels: Kernels, *, deterministic: bool) -> dict[torch.dtype, int]:
-    """Return which kernel unit prefill uses for each cache dtype: VECTORS or DOT. If
-    `deterministic`, it is VECTORS as in decode, so that both give the same bits."""
+    """Return which kernel unit prefill uses for each cache dtype: VECTORS or DOT. With
+    `deterministic` it is VECTORS as in decode, so that prefill and decode give the same bits."""
     has_pairs = not deterministic and kernels.dot_is_usable()
     return {torch.float32: VECTORS, torch.bfloat16: DOT if has_pairs else VECTORS}
 
 
 def _is_supported(cache: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> bool:
-    """Return whether the kernels support these dtypes, head dims and strides."""
     head_dim = cache.shape[-1]
     return (
         cache.dtype in TYPES

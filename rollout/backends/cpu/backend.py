@@ -1,8 +1,8 @@
-"""cpu_backend: put the parts of the CPU backend together.
+"""cpu_backend: puts the parts of the CPU backend together.
 
 Used by `rollout.backends.select`. `rollout.weights.fingerprints` and
-`rollout.weights.transports.reading` use its operations to compute fingerprints. Kernels that
-this machine compiles are written to the user's cache directory.
+`rollout.weights.transports.reading` use its operations to compute fingerprints. Kernels that this
+machine compiles are written to the user's cache directory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def cpu_backend(
 ) -> Backend:
     """Return a Backend on CPU, with compiled kernels if `load_library` finds or compiles them.
 
-    `memory_kind`: "device" or "reserved". `deterministic`: a token's logits and log-probs must not
-    depend on the schedule. Raises ConfigError if it is True and there are no compiled kernels, or
-    if "reserved" is not supported.
+    `memory_kind` is "device" or "reserved". If `deterministic`, a token's logits and log-probs do
+    not depend on the schedule. Raises ConfigError if `deterministic` is True and there are no
+    compiled kernels, and if "reserved" is not supported.
     """
     device = torch.device("cpu")
     memory: MemoryBackend = ReservedMemory() if memory_kind == "reserved" else DeviceMemory()

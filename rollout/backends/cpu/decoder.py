@@ -1,8 +1,8 @@
 """NativeDecoder: a decoder's forward pass as one call of the compiled kernels (native/decoder.c).
 
-Made by `native_decoder`, which `rollout.backends.cpu.backend` gives the Backend as `fuse_decoder`;
-`rollout.models.causal_lm` runs it. A pass writes only the KV cache. Weights and KV are float32 or
-bfloat16; activations are float32.
+`rollout.backends.cpu.backend` sets `native_decoder` as `Backend.fuse_decoder`, and
+`rollout.models.causal_lm` runs the NativeDecoder. A pass writes only the KV cache. Weights and KV
+are float32 or bfloat16. Activations are float32.
 
 Shape letters: T tokens, L kept tokens, E hidden size, P positions, D head dim.
 """
@@ -60,8 +60,8 @@ class GroupSums:
 
     @contextmanager
     def within(self, room: Tensor) -> Iterator[None]:
-        """Return a context in which C may sum floats of the buffer `room`. At its end, raises an
-        error of a sum."""
+        """Return a context in which C can sum floats of the buffer `room`. If a sum failed, the end
+        of the context raises the error."""
         self._room, self._failure = room, None
         yield
         self._room = None
@@ -69,28 +69,25 @@ class GroupSums:
             raise self._failure
 
     def _add_up(self, _context: int | None, address: int, count: int) -> None:
-        """Sum `count` floats at `address` over the ranks, in place. C cannot propagate an
-        exception. It is kept for `within`, and later sums are skipped."""
+        """Sum `count` floats at `address` over the ranks, in place. Called by C."""
         assert self._room is not None
         try:
             if self._failure is None:
                 start = (address - self._room.data_ptr()) // self._room.itemsize
                 self._collectives.all_reduce_(self._room[start : start + count])
         except BaseException as error:
-            self._failure = error
+            self._failure = error  # raised by `within`: C cannot propagate it
 
 
 class NativeDecoder:
-    """Implements `FusedDecoder` for passes in which all weights use one compiled product.
-
-    Keeps the addresses of weights and caches, and collects them again when they change.
-    """
+    """`FusedDecoder` for passes in which all weights use one compiled product. Keeps the addresses
+    of weights and caches, and collects them again when they change."""
 
     def __init__(
         self, kernels: Kernels, parts: DecoderParts, *, deterministic: bool = False
     ) -> None:
-        """`deterministic`: every pass must run here. Raises ConfigError if it is True and the
-        kernels do not support the decoder."""
+        """If `deterministic`, every pass must run here. Raises ConfigError if `deterministic` is
+        True and the kernels do not support the decoder."""
         self._kernels, self._parts, self._deterministic = kernels, parts, deterministic
         self._prefill_units = prefill_units(kernels, deterministic=deterministic)
         is_supported = _is_supported(parts)
@@ -115,7 +112,8 @@ class NativeDecoder:
         dtype.
 
         Returns None, and does nothing, if the kernels do not support the dtype or the sizes, or if
-        another product was chosen for this number of rows. A deterministic decoder never does.
+        another product was chosen for this number of rows. A deterministic decoder never returns
+        None.
         """
         generation = sum([handle.generation for handle in self.handles])
         addresses = [cos_PD.data_ptr() for cos_PD, _ in tables]
@@ -149,7 +147,7 @@ class NativeDecoder:
 
     def _find_products(self) -> dict[int, NativeProduct]:
         """Return, by bucket, the compiled product that all weights use. Buckets without such a
-        product are missing. All these products share the weights' packed copies."""
+        product are missing."""
         products = {}
         for bucket in range(len(BUCKETS)):
             serving = {handle.products[bucket] for handle in self.handles}
@@ -208,8 +206,8 @@ class NativeDecoder:
         args.is_parallel, args.has_whole_norms = layer.is_parallel, layer.has_whole_norms
 
     def _norm(self, weight: Tensor | None, order_D: Tensor | None = None) -> int | None:
-        """Return the address of a norm's weight with its offset, in float32 and in the order
-        `order_D` if given. Returns None for None."""
+        """Return the address of a norm's weight plus its offset, in float32 and in the order
+        `order_D` if given. Return None for None."""
         if weight is None or (not self._parts.norm_offset and order_D is None):
             return self._float(weight)
         values = weight.detach().float() + self._parts.norm_offset
@@ -217,8 +215,8 @@ class NativeDecoder:
         return self._floats[-1].data_ptr()
 
     def _float(self, values: Tensor | None) -> int | None:
-        """Return the address of `values` in float32, or of a copy in float32. Returns None for
-        None."""
+        """Return the address of `values` in float32, which is a copy for other dtypes. Return None
+        for None."""
         if values is None:
             return None
         if values.dtype != torch.float32:
@@ -292,11 +290,9 @@ class NativeDecoder:
 def native_decoder(
     kernels: Kernels, parts: DecoderParts | None, *, deterministic: bool = False
 ) -> NativeDecoder | None:
-    """Return a decoder of these parts; None if `parts` is None, for a model whose layers must run
-    one by one.
-
-    Raises ConfigError if `deterministic` is True and the model cannot run fused.
-    """
+    """Return a decoder of these parts. Return None if `parts` is None, for a model whose layers
+    must run one by one. Raises ConfigError if `deterministic` is True and the model cannot run
+    fused."""
     if parts is not None:
         return NativeDecoder(kernels, parts, deterministic=deterministic)
     if deterministic:
@@ -331,8 +327,8 @@ def _rows_of(buckets: Collection[int]) -> str:
 
 
 def _has_indirect_branches(parts: DecoderParts) -> bool:
-    """Return whether branches need a buffer of their own before they are added to the residual.
-    They do if an output is normed, scaled, or summed with another branch or over the ranks."""
+    """Return whether branches need their own buffer before they are added to the residual."""
+    # A branch's output is then normed, scaled, or summed with another branch or over the ranks.
     return (
         parts.residual_multiplier != 1.0
         or parts.share is not None
@@ -352,7 +348,6 @@ def _handles(layer: DecoderLayerParts) -> tuple[LinearHandle, ...]:
 
 
 def _is_supported(parts: DecoderParts) -> bool:
-    """Return whether the kernels support the dtype, the sizes and the heads."""
     hidden_size, intermediate_size = _hidden_size(parts), parts.layers[0].down.num_inputs
     return (
         parts.embedding.dtype in TYPES

@@ -1,9 +1,9 @@
 """Mixture-of-experts layers by the compiled CPU kernel, for float32 or bfloat16 weights.
 
-Used by `rollout.backends.cpu.ops`. The kernel computes in float32. A token's result depends neither
-on the other tokens of the batch nor on the number of threads.
-Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
-experts, E hidden size, F expert size, G = 2 F.
+Used by `rollout.backends.cpu.ops`. The kernel computes in float32. A token's result does not depend
+on other tokens of the batch or on the number of threads. Shape letters: T tokens, K experts of a
+token, A = T * K assignments of a token to an expert, N experts, E hidden size, F expert size, G = 2
+F.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ _MIN_WEIGHTS_PER_THREAD = 1 << 17
 
 
 def can_run(experts: ExpertWeights) -> bool:
-    """Return whether the kernel supports these weights.
-
-    It needs contiguous CPU tensors of one dtype, float32 or bfloat16, sizes that are multiples of
-    8, and an activation in ACTIVATIONS.
-    """
+    """Return whether the kernel supports these weights. The kernel needs contiguous CPU tensors of
+    one dtype, float32 or bfloat16, sizes that are multiples of 8, and an activation in
+    ACTIVATIONS."""
     dtype = experts.down_NEF.dtype
     _, hidden_size, expert_size = experts.down_NEF.shape
     return (
@@ -53,7 +51,7 @@ def run_experts(
     lanes: int = WIDEST,
 ) -> Tensor:
     """Return each token's weighted sum over its experts, as `Ops.experts` does. `can_run` must
-    accept the weights. `lanes`: 8 for vectors of 256 bits, or WIDEST."""
+    accept the weights. `lanes` is 8 for vectors of 256 bits, or WIDEST."""
     num_experts, hidden_size, expert_size = experts.down_NEF.shape
     (num_tokens, per_token), num_assignments = ids_TK.shape, ids_TK.numel()
     x_f32_TE, ids_TK = x_TE.float().contiguous(), ids_TK.contiguous()

@@ -1,9 +1,9 @@
 """Fork handlers, so that torch works in children of os.fork.
 
 `rollout.backends.select` registers them, for the whole process. A child has its parent's memory but
-not its threads. GNU's OpenMP would wait for the missing threads forever at the child's first
-parallel operation of torch; LLVM's and Intel's OpenMP handle forks themselves. `Kernels.split`
-replaces its pool of Python threads in a child.
+not its threads. At a child's first parallel operation, GNU's OpenMP would wait for the missing
+threads forever. LLVM's and Intel's OpenMP handle forks themselves. `Kernels.split` replaces its
+pool of Python threads in a child.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ def prepare_for_forks() -> None:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads of GNU's OpenMP before a fork. Parent and child start new threads at their
-    next parallel operation. Takes 0.1 ms. GCC before version 9 lacks the call."""
+    """End the threads of GNU's OpenMP before a fork."""
+    # Takes 0.1 ms. Parent and child start new threads at their next parallel operation. GCC before
+    # version 9 lacks the call.
     library = ctypes.CDLL(None)
     if _is_gnu(library) and hasattr(library, "omp_pause_resource_all"):
         library.omp_pause_resource_all(_HARD)
 
 
 def _use_one_thread_if_stuck() -> None:
-    """Make torch use one thread, in a child whose parent could not end its OpenMP threads."""
+    """Make torch use one thread in a child whose parent could not end its OpenMP threads."""
     library = ctypes.CDLL(None)
     if not _is_gnu(library) or hasattr(library, "omp_pause_resource_all"):
         return

@@ -1,7 +1,7 @@
 """Kernels: the functions of the compiled library with their types, and work split over threads.
 
-Used by all modules of `rollout.backends.cpu` that call C. The structures must match the C structs
-field by field.
+Used by `rollout.backends.cpu.backend`, by the modules of `rollout.backends.cpu` that call C, and by
+benchmarks. The ctypes structures must match the C structs field by field.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class ScoringArgs(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of the compiled library, as attributes of _SIGNATURES' names. Calls release the
-    GIL. Keeps a pool of Python threads, made at the first `split` that needs it."""
+    """The functions of the compiled library, as attributes with the names in _SIGNATURES. Calls
+    release the GIL. The first `split` that needs threads starts a pool of Python threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _SIGNATURES.items():
@@ -181,8 +181,9 @@ class Kernels:
     ) -> None:
         """Call part(args, scratch, first, last) over the items [0, num_items), on OpenMP threads.
 
-        `part`: a function of the library with these arguments. There are at most as many threads as
-        torch uses. Each gets at least `smallest` items, and a scratch buffer of `scratch_bytes`.
+        `part` is a function of the library with these arguments. There are at most as many threads
+        as torch uses. Each thread gets at least `smallest` items, and a scratch buffer of
+        `scratch_bytes`.
         """
         num_threads = max(1, min(torch.get_num_threads(), num_items // smallest))
         scratch_bytes = -(-scratch_bytes // _CACHE_LINE) * _CACHE_LINE
@@ -196,9 +197,8 @@ class Kernels:
 
     def split(self, num_items: int, work: Callable[[int, int], None], smallest: int = 1) -> None:
         """Call the Python function work(first, last) over the items [0, num_items), on at most as
-        many threads as torch uses. Each gets at least `smallest` items, because a part on another
-        thread costs 50 us."""
-        num_threads = torch.get_num_threads()
+        many threads as torch uses. Each thread gets at least `smallest` items."""
+        num_threads = torch.get_num_threads()  # a part on another thread costs 50 us
         num_parts = 1 if num_threads == 1 else min(num_threads, num_items // smallest)
         if num_parts <= 1:
             work(0, num_items)

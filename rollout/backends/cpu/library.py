@@ -1,10 +1,10 @@
-"""The compiled CPU kernels: choose a library that a wheel brings, or compile one, and load it.
+"""The compiled CPU kernels: loads a library from the wheel, or compiles one.
 
-`rollout.backends.cpu.backend` calls `load_library`, which logs the library and why it was chosen. A
-wheel has a library for each of `TARGETS`. Where none fits, the system's compiler builds one at
-first use. It is written to the user's cache directory, and read from there afterwards. The kernels
-are plain C and use nothing of Python or torch; a wheel's libraries take OpenMP from torch, which
-has loaded it.
+`rollout.backends.cpu.backend` and benchmarks call `load_library`, which logs the library and why it
+was chosen. `scripts.build_wheel` calls `build_bundled`. A wheel has a library for each of
+`TARGETS`. If no library fits the processor, the system's compiler builds one at first use, which is
+kept in the user's cache directory. The kernels are plain C and use no API of Python or torch. A
+wheel's libraries use torch's OpenMP.
 """
 
 from __future__ import annotations
@@ -53,12 +53,9 @@ _FALLBACK = "using torch, which is 2 to 3 times slower"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A kind of x86-64 processor that wheels have a library for.
-
-    name: first part of the library's file name.
-    options: options of GCC and Clang for this target.
-    cpu_flags: features that the processor must have, as /proc/cpuinfo names them.
-    """
+    """A kind of x86-64 processor that wheels have a library for. `name` is the first part of the
+    library's file name. `options` are for GCC and Clang. `cpu_flags` are features that the
+    processor must have, as /proc/cpuinfo names them."""
 
     name: str
     options: tuple[str, ...]
@@ -94,11 +91,9 @@ TARGETS = (
 
 
 def load_library(folder: Path = FOLDER) -> ctypes.CDLL | None:
-    """Return the kernels, or None; log in one line which library was loaded, or why none was.
-
-    `folder` has the sources, and the libraries of a wheel. None if ROLLOUT_NATIVE=0, or if there is
-    neither a library that fits nor a C compiler that works.
-    """
+    """Return the kernels, or None if there are none. Log in one line which library was loaded, or
+    why none was. `folder` has the sources, and the libraries of a wheel. Returns None if
+    ROLLOUT_NATIVE=0, or if there is neither a library that fits nor a C compiler that works."""
     if os.environ.get(SWITCH) == "0":
         logger.info("native kernels: off (%s=0); using torch", SWITCH)
         return None
@@ -117,8 +112,9 @@ def load_library(folder: Path = FOLDER) -> ctypes.CDLL | None:
 def find_bundled(folder: Path, flags: Collection[str]) -> tuple[Path | None, str]:
     """Return the library in `folder` for a processor with these flags, and the reason for it.
 
-    It is the first of TARGETS that the processor can run and that was compiled from the sources in
-    `folder` as they are now. None if there is none; the reason then says what is missing.
+    The library is the first of TARGETS that the processor can run and that was compiled from the
+    present sources in `folder`. If there is none, the result is None and the reason says what is
+    missing.
     """
     if not any(folder.glob("*.so")):
         return None, "this installation has no compiled kernels"
@@ -133,12 +129,14 @@ def find_bundled(folder: Path, flags: Collection[str]) -> tuple[Path | None, str
 
 
 def bundled_path(folder: Path, target: Target) -> Path:
-    """Return where a wheel has the library of `target`. The name has a digest of the sources."""
+    """Return where a wheel has the library of `target`. The file name has a digest of the
+    sources."""
     return folder / f"{target.name}-{_digest(folder, *_FLAGS, *target.options)}.so"
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the processor's features that the system has enabled; none off x86-64 Linux."""
+    """Return the processor's features that the system has enabled. The set is empty unless this is
+    x86-64 Linux."""
     lines = (line.partition(":") for line in _cpu_lines())
     return next(
         (frozenset(words.split()) for name, _, words in lines if name.strip() == "flags"),
@@ -147,11 +145,10 @@ def cpu_flags() -> frozenset[str]:
 
 
 def build_bundled(folder: Path, compiler: str) -> Iterator[Path]:
-    """Compile the library of each of TARGETS beside the sources in `folder`; yield their paths.
-
-    They are not linked with OpenMP: torch's own, which every process has loaded for all libraries,
-    serves them, whatever its file is called. Raises CalledProcessError.
-    """
+    """Compile the library of each of TARGETS beside the sources in `folder`. Yield the libraries'
+    paths. Raises CalledProcessError."""
+    # Not linked with OpenMP: torch's own OpenMP, which every process has loaded for all libraries,
+    # serves them, whatever its file is called.
     for target in TARGETS:
         path = bundled_path(folder, target)
         with tempfile.TemporaryDirectory() as objects:
@@ -163,11 +160,9 @@ def build_bundled(folder: Path, compiler: str) -> Iterator[Path]:
 
 
 def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
-    """Return the kernels that the system's compiler has built for this machine; None, with a
-    warning, if it fails or reaches a limit of time.
-
-    `why`: the reason that no library of a wheel is loaded, for the log.
-    """
+    """Return the kernels that the system's compiler builds for this machine. Return None, with a
+    warning, if it fails or reaches a limit of time. `why` is the reason that no library of a wheel
+    is loaded, for the log."""
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
     if compiler is None:
         logger.warning(
@@ -188,11 +183,8 @@ def _compiled_library(folder: Path, why: str) -> ctypes.CDLL | None:
 
 def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
     """Return the path of the shared object for these sources, compiler, flags and CPU, and whether
-    it was compiled now.
-
-    Processes that start together compile it once: one does, and the others wait for its shared
-    object or its error. Raises CompileError.
-    """
+    it was compiled now. Raises CompileError. If several processes start together, one compiles, and
+    the others wait for its shared object or its error."""
     flags = (*_FLAGS, *_HERE)
     path = private_folder("native") / f"{_digest(folder, compiler, *flags, *_cpu_identity())}.so"
     if path.exists():
@@ -219,8 +211,8 @@ def _build(folder: Path, compiler: str) -> tuple[Path, bool]:
 
 
 def _acquire(file: TextIO) -> None:
-    """Lock `file` until it is closed, or leave it unlocked where the file system has no locks.
-    Raises CompileLimitError if another process keeps it locked."""
+    """Lock `file` until it is closed. On a file system without locks, leave it unlocked. Raises
+    CompileLimitError if another process keeps it locked."""
     end = None
     while not try_lock(file):
         if end is None:
@@ -235,10 +227,8 @@ def _acquire(file: TextIO) -> None:
 
 
 def _compile(command: list[str], folder: Path, path: Path) -> None:
-    """Compile the sources in `folder` into the shared object `path`. `command`: compiler and flags.
-
-    Without OpenMP, if the compiler lacks it. Raises CompileError.
-    """
+    """Compile the sources in `folder` into the shared object `path`. `command` has compiler and
+    flags. OpenMP is left out if the compiler lacks it. Raises CompileError."""
     # Compile to another name, then rename: other processes see a whole file or none.
     handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     os.close(handle)
@@ -261,7 +251,7 @@ def _compile(command: list[str], folder: Path, path: Path) -> None:
 
 
 def _run_limited(command: list[str]) -> None:
-    """Run the compiler within both limits of time. Raises CompileError with what it printed."""
+    """Run the compiler with limits on CPU and wall-clock time. Raises CompileError."""
     # The shell sets the limit, and all processes of the compiler inherit it. preexec_fn is unsafe
     # in a process that has threads.
     limit = f'ulimit -c 0; ulimit -S -t {_COMPILE_CPU_S}; exec "$@"'
@@ -313,7 +303,7 @@ def _digest(folder: Path, *words: str) -> str:
 
 
 def _cpu_lines() -> list[str]:
-    """Return the lines of /proc/cpuinfo about the first processor; none where it is missing."""
+    """Return the lines of /proc/cpuinfo about the first processor; [] if the file is missing."""
     try:
         return _CPU_INFO.read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -321,8 +311,8 @@ def _cpu_lines() -> list[str]:
 
 
 def _cpu_identity() -> list[str]:
-    """Return lines that identify the CPU type, on which -march=native depends. They are part of the
-    digest, because different machines may share a home folder."""
+    """Return lines that identify the CPU type, on which -march=native depends."""
+    # Part of the digest, because different machines may share a home folder.
     names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     lines = [line for line in _cpu_lines() if line.split("\t")[0].strip() in names]
     return lines or [platform.machine() + platform.processor()]

@@ -1,9 +1,8 @@
-"""CpuOps: the reference operations, with matrix products chosen for this machine.
+"""CpuOps: the torch operations, with matrix products chosen for this machine.
 
 Used by `rollout.backends.cpu.backend` if there are no compiled kernels, and by
-`rollout.backends.cpu.ops` as the base of NativeOps.
-
-Shape letters: T tokens, K in features, N out features.
+`rollout.backends.cpu.ops` as the base of NativeOps. Shape letters: T tokens, K in features, N out
+features.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class CpuOps(TorchOps):
-    """Implements `Ops` on CPU."""
+    """`Ops` on CPU."""
 
     def __init__(self, rule: ProductRule | None = None) -> None:
-        """`rule`: chooses products; None for `rule_of_environment()`, without compiled kernels."""
+        """`rule` chooses products; None means `rule_of_environment()`, without compiled kernels."""
         self._rule = rule_of_environment() if rule is None else rule
         self._explained: dict[str, str] = {}  # products in use, by the weight's shape and dtype
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
     ) -> LinearHandle:
-        """Return a handle with torch's product, which `choose_products` may replace."""
+        """Return a handle with torch's product, which `choose_products` can replace."""
         return LinearHandle(weight_NK, bias_N, [PLAIN] * len(BUCKETS), may_repack=may_repack)
 
     def choose_products(
@@ -82,12 +81,12 @@ class CpuOps(TorchOps):
     def stage(
         self, handle: LinearHandle, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]
     ) -> Any:
-        """Return a packed copy of the new weight, whose rows are `parts`; None if the handle's
-        products pack nothing. Only the copy of a repacked weight is in memory from `allocate`: it
-        is dropped with the other staged copies."""
+        """Return a packed copy of the new weight, whose rows are `parts`. Return None if the
+        handle's products pack nothing. `allocate` is used only for a repacked weight."""
         if handle.packing is None:
             return None
         cast = [part.to(handle.weight_NK.dtype) for part in parts]
+        # A repacked weight's copy is dropped together with the other staged copies.
         return handle.packing.pack(cast, allocate if handle.is_repacked else packed_bytes)
 
     def refresh(self, handle: LinearHandle, staged: Any = None) -> None:
@@ -103,13 +102,14 @@ class CpuOps(TorchOps):
         handle.release()
 
     def packed(self, handle: LinearHandle) -> Any:
-        """Return the packed copy; None if it cannot be unpacked or the weight is repacked.
-        `refresh` never writes to it."""
+        """Return the packed copy, which `refresh` never writes. Return None if it cannot be
+        unpacked or the weight is repacked."""
         packing = None if handle.is_repacked else handle.packing
         return handle.packed if packing is not None and packing.unpacks else None
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the weight, [N, K], of a packed copy. It has the same numbers in another order."""
+        """Return the weight, [N, K], of a packed copy, which has the same numbers in another
+        order."""
         weight_NK: Tensor = packed.to_dense()
         return weight_NK
 
@@ -119,9 +119,9 @@ def rule_of_environment(
 ) -> ProductRule:
     """Return the rule that the environment variable ROLLOUT_TUNE asks for.
 
-    `kernels`: the compiled kernels; None for a rule without them. `native_only` forces the compiled
-    product by vectors, whose results do not depend on the batch. Raises ConfigError if the
-    environment then forces another product, or names an unknown one.
+    `kernels` are the compiled kernels; None gives a rule without them. `native_only` forces the
+    compiled product by vectors, whose results do not depend on the batch. Raises ConfigError if
+    ROLLOUT_TUNE then forces another product, and if it names an unknown product.
     """
     switch = os.environ.get(SWITCH, "1")
     if native_only and not switch.startswith("native"):

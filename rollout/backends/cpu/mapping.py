@@ -1,11 +1,12 @@
 """Private anonymous mappings as tensors: host memory that can be returned to the system.
 
 Used by `rollout.backends.cpu.memory`, `rollout.backends.cpu.native_weight` and
-`rollout.backends.cuda.pinned_host` for memory, by `rollout.backends.cpu.residency` to ask whether
-pages can be freed, and by `rollout.backends.cpu.linear_ops`, `rollout.weights.served` and
-`trainer_hooks.train.learner` to trim the heap. malloc keeps freed blocks below its mmap threshold,
-which grows up to 32 MiB, so memory of torch's own CPU tensors may not return to the system. A
-mapping's pages are zero at first.
+`rollout.backends.cuda.pinned_host` for memory, and by `rollout.backends.cpu.residency` to ask
+whether pages can be freed. `rollout.backends.cpu.linear_ops`, `rollout.weights.served`,
+`trainer_hooks.train.learner` and benchmarks trim the heap with it.
+
+Memory of torch's own CPU tensors often does not return to the system. malloc keeps freed blocks
+below its mmap threshold, which grows up to 32 MiB. A mapping's pages are zero at first.
 """
 
 from __future__ import annotations
@@ -25,25 +26,23 @@ _HUGE_PAGE = 2 << 20
 
 
 def frees_pages_in_place() -> bool:
-    """Return whether madvise frees pages at once, which then read as zero. True on Linux alone."""
+    """Return whether madvise frees pages at once, which then read as zero. True only on Linux."""
     return hasattr(mmap, "MADV_DONTDUMP")  # only Linux has it
 
 
 class Mapping(NamedTuple):
-    """A mapping `region`, and the flat uint8 `tensor` over its bytes from `start` on.
-
-    The region is unmapped with the last reference to it, such as a view of `tensor`. At least one
-    unused page lies on each side of `tensor`.
-    """
+    """A mapping `region`, and the flat uint8 `tensor` over its bytes from `start` on. The region is
+    unmapped with the last reference to it, such as a view of `tensor`. At least one unused page
+    lies on each side of `tensor`."""
 
     region: mmap.mmap
     start: int
     tensor: Tensor
 
     def free_pages(self, start: int, end: int) -> int:
-        """Free the whole pages in the tensor's bytes [start, end), which then read as zero. At the
-        tensor's end also frees a partial page. Returns the number of bytes freed; 0 if the system
-        cannot free pages in place."""
+        """Free the whole pages in the tensor's bytes [start, end), which then read as zero. A
+        partial page at the tensor's end is also freed. Returns the number of bytes freed; 0 if the
+        system cannot free pages in place."""
         if not frees_pages_in_place():
             return 0
         first = _round_up(start, mmap.PAGESIZE)
@@ -81,11 +80,9 @@ def map_bytes(name: str, num_bytes: int) -> Mapping:
 
 
 def _prefer_huge_pages(region: mmap.mmap, start: int, length: int) -> None:
-    """Ask the system to back these bytes with pages of 2 MiB.
-
-    Freeing 512 MiB then takes 1.4 ms instead of 32 ms, and copying into them again 75 ms instead of
-    310 ms (EPYC, one thread, Linux 6.18).
-    """
+    """Ask the system to back these bytes with pages of 2 MiB."""
+    # Freeing 512 MiB then takes 1.4 ms instead of 32 ms, and copying into them again 75 ms instead
+    # of 310 ms (EPYC, one thread, Linux 6.18).
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # EINVAL from a kernel built without huge pages
             region.madvise(mmap.MADV_HUGEPAGE, start, length)
@@ -96,8 +93,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def trim_heap() -> None:
-    """Return the heap's free pages, such as those of freed packed weights, to the system. Does
-    nothing if the C library has no malloc_trim."""
+    """Return the heap's free pages, such as pages of freed packed weights, to the system. No-op if
+    the C library has no malloc_trim."""
     trim = _malloc_trim()
     if trim is not None:
         trim(ctypes.c_size_t(0))

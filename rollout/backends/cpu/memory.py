@@ -1,7 +1,7 @@
 """The CPU's memory kinds "device" and "reserved", and its arena for offloaded bytes.
 
-Made by `rollout.backends.cpu.backend`. The KV cache and weight memory use them through the
-protocols of `rollout.backends.buffers`.
+Created by `rollout.backends.cpu.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+use them through the protocols of `rollout.backends.buffers`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from rollout.errors import ConfigError
 
 
 class DeviceMemory:
-    """Implements `MemoryBackend` with a new mapping for each allocation.
-
-    The system gets a released buffer's memory back once the caller has dropped all its views.
-    """
+    """`MemoryBackend` with a new mapping for each allocation. The system gets a released buffer's
+    memory back when the caller has dropped all its views."""
 
     has_stable_addresses = False
 
@@ -37,7 +35,7 @@ class DeviceMemory:
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns its bytes; 0 if it was released already."""
+        """Drop the buffer. Return its number of bytes; 0 if it was released already."""
         if self._tensors.pop(name, None) is None:
             return 0
         trim_heap()
@@ -47,19 +45,17 @@ class DeviceMemory:
         """No-op: `release` already returned the memory."""
 
     def restore(self, name: str) -> Tensor:
-        """Return the buffer. If it was released, allocates a new one, zero-filled, whose address
-        may differ."""
+        """Return the buffer. A released buffer is allocated anew, zero-filled, and its address can
+        differ."""
         if name not in self._tensors:
             self._tensors[name] = map_bytes(name, self._num_bytes[name]).tensor
         return self._tensors[name]
 
 
 class ReservedMemory:
-    """Implements `MemoryBackend` with one mapping per buffer for the buffer's whole life.
-
-    `release` returns all pages to the system with madvise(MADV_DONTNEED). Views stay valid and read
-    as zero. A page gets memory again when it is touched.
-    """
+    """`MemoryBackend` with one mapping per buffer for the buffer's whole life. `release` returns
+    all pages to the system with madvise(MADV_DONTNEED). Views stay valid and read as zero. A page
+    gets memory again when it is touched."""
 
     has_stable_addresses = True
 
@@ -74,17 +70,15 @@ class ReservedMemory:
         self._mappings: dict[str, Mapping] = {}
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """Return a new flat uint8 tensor, zero-filled.
-
-        Raises ConfigError if it cannot be mapped.
-        """
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if it cannot be
+        mapped."""
         assert name not in self._mappings, f"buffer {name!r} exists"
         self._mappings[name] = map_bytes(name, num_bytes)
         return self._mappings[name].tensor
 
     def release(self, name: str) -> int:
-        """Return the buffer's pages to the system. Returns the buffer's bytes, whether they had
-        memory or not."""
+        """Return the buffer's pages to the system. Return the buffer's size in bytes, also if some
+        pages had no memory."""
         mapping = self._mappings[name]
         num_bytes = mapping.free_pages(0, mapping.tensor.numel())
         trim_heap()
@@ -99,7 +93,7 @@ class ReservedMemory:
 
 
 class MappedHostArena:
-    """Implements `HostArena` with an anonymous mapping, unmapped with its last view."""
+    """`HostArena` with an anonymous mapping, unmapped with its last view."""
 
     def __init__(self) -> None:
         self._mapping: Mapping | None = None
@@ -118,12 +112,13 @@ class MappedHostArena:
         return 0 if self._mapping is None else self._mapping.tensor.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the whole pages in bytes [start, end); their contents are lost. Returns the number
+        """Free the whole pages in bytes [start, end). Their contents are lost. Returns the number
         of bytes freed."""
         return 0 if self._mapping is None else self._mapping.free_pages(start, end)
 
     def release(self) -> int:
-        """Free the arena, whose memory goes with its last view. Returns its number of bytes."""
+        """Free the arena. Its memory is unmapped with its last view. Returns its number of
+        bytes."""
         num_bytes = self.num_bytes
         self._mapping = None
         return num_bytes

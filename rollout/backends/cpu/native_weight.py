@@ -1,7 +1,7 @@
 """NativeWeight: a weight in the compiled kernels' layout, which only reorders the numbers.
 
-Made by NativeProduct in `rollout.backends.cpu.products`. Weight slots read and write it, and weight
-updates swap it, through `RepackedWeight` of `rollout.backends.base`.
+Created by NativeProduct in `rollout.backends.cpu.products`. Weight slots read and write it, and
+weight updates swap its values, through `RepackedWeight` of `rollout.backends.base`.
 
 Shape letters: N out features, K in features, P panels, W out features of a panel, R rows, T tokens.
 """
@@ -23,11 +23,9 @@ _REORDERED_AT_ONCE = 1 << 18  # numbers that are copied at once to reorder in pl
 
 
 class NativeWeight:
-    """A weight in P panels, each with all K inputs of W outputs. W is the floats of two vectors.
-
-    `panels_PKW` is a packed copy, or the weight's own memory in packed order. In the second case
-    this object is the weight's `RepackedWeight`.
-    """
+    """A weight in P panels, each with all K inputs of W outputs. W is the number of floats in two
+    vectors. `panels_PKW` is a packed copy, or the weight's own memory in packed order. If it is the
+    weight's own memory, this object is the weight's `RepackedWeight`."""
 
     __slots__ = (
         *("_kernels", "_num_exchanges", "min_panels_per_thread", "num_outputs", "panels_PKW"),
@@ -50,8 +48,8 @@ class NativeWeight:
         lanes: int,
         allocate: Callable[[int], Tensor],
     ) -> NativeWeight:
-        """Return a copy of a float32 or bfloat16 weight, whose rows are `parts`, in panels of
-        2 * `lanes` outputs. `allocate` returns the given number of bytes, all zero."""
+        """Return a copy of a float32 or bfloat16 weight, whose rows are `parts`, in panels of 2 *
+        `lanes` outputs. `allocate` returns the given number of bytes, all zero."""
         num_outputs, num_inputs = sum(map(len, parts)), parts[0].shape[1]
         shape = -(-num_outputs // (2 * lanes)), num_inputs, 2 * lanes
         memory = allocate(math.prod(shape) * parts[0].itemsize)
@@ -77,7 +75,6 @@ class NativeWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """[N, K]."""
         return torch.Size((self.num_outputs, self.sizes_PKW[1]))
 
     @property
@@ -111,7 +108,7 @@ class NativeWeight:
         self._reorder(self._kernels.pack_weights, rows_RK, first)
 
     def gather(self, rows_T: Tensor) -> Tensor:
-        """Return a copy of these rows, [T, K]."""
+        """Return a copy of the rows with indices `rows_T`, [T, K]."""
         width = self.sizes_PKW[2]
         return self.panels_PKW[rows_T // width, :, rows_T % width]
 
@@ -128,7 +125,7 @@ class NativeWeight:
         )
 
     def undo(self, staged: NativeWeight) -> None:
-        """Undo `exchange(staged)`. Does nothing if it did not run."""
+        """Undo `exchange(staged)`. No-op if that exchange did not run."""
         if staged._num_exchanges.value % 2:
             self.exchange(staged)
 
@@ -145,13 +142,13 @@ class NativeWeight:
         return max(1, _REORDERED_AT_ONCE // (num_inputs * width)) * width
 
     def _panels(self, start: int, end: int) -> tuple[int, int]:
-        """Return the range of rows of the panels that hold rows [start, end)."""
+        """Return the range of all rows in the panels that hold rows [start, end)."""
         width = self.sizes_PKW[2]
         return start // width * width, -(-end // width) * width
 
     def _reorder(self, function: Callable[..., None], rows_RK: Tensor, first_row: int) -> None:
-        """Call `function`, which packs or unpacks, on `rows_RK` and the panels that start at
-        `first_row`."""
+        """Call `function`, which packs or unpacks, on `rows_RK` and the panels from row `first_row`
+        on."""
         _, num_inputs, width = self.sizes_PKW
         addresses = self.address(first_row), rows_RK.data_ptr()
         shape = len(rows_RK), num_inputs, width, rows_RK.itemsize
@@ -163,6 +160,6 @@ class NativeWeight:
 
 
 def packed_bytes(num_bytes: int) -> Tensor:
-    """Return zeroed memory for a packed copy. It is mapped, so it gets huge pages if the system has
-    some, which make products up to a tenth faster."""
-    return map_bytes("packed weight", num_bytes).tensor
+    """Return zeroed memory for a packed copy. The memory is mapped, so that it gets huge pages if
+    the system has some."""
+    return map_bytes("packed weight", num_bytes).tensor  # products are up to a tenth faster

@@ -1,9 +1,9 @@
 """NativeOps: CpuOps with norms, rotary, activation, experts, sampling and hashing in C.
 
-Made by `rollout.backends.cpu.backend`, if there are compiled kernels. Layers' operations support
-float32 and bfloat16, silu float32 alone; other dtypes, sizes that are not multiples of 8, and
-tensors with unexpected strides use the inherited torch path. Sampling and scoring cast logits to
-float32. Shape letters: T tokens, H query heads, G key/value heads, D head dim, V vocabulary, S
+Created by `rollout.backends.cpu.backend`, if there are compiled kernels. Layers' operations support
+float32 and bfloat16. silu supports float32 alone. Other dtypes, sizes that are not multiples of 8,
+and tensors with unexpected strides use the inherited torch path. Sampling and scoring cast logits
+to float32. Shape letters: T tokens, H query heads, G key/value heads, D head dim, V vocabulary, S
 sample rows, P scored tokens, N top-n, E hidden size, K experts of a token.
 """
 
@@ -32,7 +32,7 @@ _COPIED_ROW = 1 << 10  # values: threads start at multiples of the kernel's vect
 
 
 class NativeOps(CpuOps):
-    """Implements `Ops` on CPU with compiled kernels."""
+    """`Ops` on CPU with compiled kernels."""
 
     def __init__(self, kernels: Kernels, rule: ProductRule | None = None) -> None:
         super().__init__(rule_of_environment(kernels) if rule is None else rule)
@@ -62,7 +62,7 @@ class NativeOps(CpuOps):
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
+        """Return (rms_norm(x + residual), x + residual). The arguments are not changed."""
         are_rows = _is_rows(x) and _is_rows(residual) and x.dtype == residual.dtype
         if not are_rows or not _is_weight(weight, x) or _rounds(rounds_first, x):
             return super().add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
@@ -129,7 +129,8 @@ class NativeOps(CpuOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Give each handle the products of the rule, and log them and the products of experts."""
+        """Choose each linear layer's matmul kernels by the rule. Log them and the experts'
+        kernels."""
         for weights in filter(can_run, experts):
             names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
             self._explain(weights.down_NEF, " experts", names)
@@ -138,8 +139,8 @@ class NativeOps(CpuOps):
     def experts(
         self, x_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, experts: ExpertWeights
     ) -> Tensor:
-        """Return each token's weighted sum over its experts; see `Ops.experts`. The rule chooses
-        the kernel or torch by the mean number of tokens per expert in use."""
+        """Return each token's weighted sum over its experts, as `Ops.experts` does. The rule
+        chooses the kernel or torch by the mean number of tokens per expert in use."""
         if not ids_TK.numel() or not can_run(experts):
             return super().experts(x_TE, ids_TK, weights_TK, experts)
         num_in_use = min(ids_TK.numel(), len(experts.down_NEF))
@@ -178,7 +179,7 @@ class NativeOps(CpuOps):
         return result
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Return raw log-probs of the targets and, unless `top_n` is 0, the top-n of each row."""
+        """Return raw log-probs of the targets, and the top-n of each row unless `top_n` is 0."""
         num_rows, vocabulary = logits_PV.shape
         logits_PV, targets_P = logits_PV.float().contiguous(), targets_P.contiguous()
         logprobs_P = torch.empty(num_rows, dtype=torch.float32)
@@ -199,8 +200,8 @@ class NativeOps(CpuOps):
         )
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """Return (hash, number of non-finite values) of x.to(dtype), int64 [2]. Casts a chunk at a
-        time, if at all."""
+        """Return (hash, number of non-finite values) of x.to(dtype), int64 [2]. If a cast is
+        needed, it is done in chunks."""
         if x.device.type != "cpu" or dtype not in _HASHED_DTYPES:
             return super().fingerprint(x, dtype, places)
         sums = [torch.zeros(2, dtype=torch.int64)]
@@ -259,7 +260,7 @@ def _is_weight(weight: Tensor, x: Tensor) -> bool:
 
 
 def _rounds(like_trainers: bool, x: Tensor) -> bool:
-    """Return whether intermediate numbers must be rounded. Only the torch path does this."""
+    """Return whether intermediate numbers must be rounded, which only the torch path does."""
     return like_trainers and x.dtype != torch.float32
 
 
@@ -272,7 +273,7 @@ def _gated(kernel: Callable[..., None], gate_up: Tensor, *types: int) -> Tensor:
 
 
 def _is_heads(x: Tensor) -> bool:
-    """Return whether `x` is [T, D] or [T, H, D] with gaps at most between tokens."""
+    """Return whether `x` is [T, D] or [T, H, D] with gaps only between tokens."""
     if x.dtype not in TYPES or x.shape[-1] % _LANES or x.stride(-1) != 1:
         return False
     return x.dim() == 2 or (x.dim() == 3 and x.stride(1) == x.shape[2])

@@ -1,8 +1,9 @@
 """Matrix products of a CPU, x @ weight.T + bias: the implementations, and the rule that chooses.
 
 CpuOps in `rollout.backends.cpu.linear_ops` asks ProductRule for the products of each weight, and
-keeps them in the weight's LinearHandle; `rollout.backends.cpu.ops` asks it about experts.
-`rollout.backends.cpu.decoder` reads the handles. A handle packs its weight, in a copy or in place.
+keeps them in the weight's LinearHandle. `rollout.backends.cpu.ops` asks it about experts.
+`rollout.backends.cpu.decoder` reads the handles. `benchmarks.products` times the products. A handle
+packs its weight, in a copy or in place.
 
 Shape letters: T tokens, K in features, N out features.
 """
@@ -48,12 +49,13 @@ def bucket_of(num_rows: int) -> int:
 
 
 class Product:
-    """An implementation of the matrix product. This base class is torch's, which packs nothing.
+    """An implementation of the matrix product. This base class is torch's product, which packs
+    nothing.
 
-    `name`: the product's own name. `kind`: a name that variants of one implementation share.
-    `layout`: name of the packed copy's order; products with one layout can share a copy. None if
-    the product needs no packed copy. `unpacks`: whether `to_dense` of the copy returns the weight's
-    exact bytes. `min_rows`: fewest rows for which the rule chooses the product.
+    `name` is the product's own name. `kind` is a name that variants of one implementation share.
+    `layout` is the name of the packed copy's order; None if the product needs no packed copy.
+    Products with one layout can share a copy. `unpacks` says whether `to_dense` of the copy returns
+    the weight's exact bytes. `min_rows` is the fewest rows for which the rule chooses the product.
     """
 
     name = kind = "plain"
@@ -62,21 +64,19 @@ class Product:
     min_rows = 1
 
     def suits(self, weight_NK: Tensor) -> bool:
-        """Return whether the product supports this weight."""
         return True
 
     def can_repack(self, weight_NK: Tensor) -> bool:
-        """Return whether `repack` supports this weight."""
         return False
 
     def pack(self, parts: Sequence[Tensor], allocate: Callable[[int], Tensor]) -> Any:
-        """Return a packed copy of the weight whose rows are `parts`; None if the product needs
-        none. `allocate` returns memory for it, which some products do not use."""
+        """Return a packed copy of the weight whose rows are `parts`, or None if the product needs
+        no copy. `allocate` returns memory for the copy. Some products do not use it."""
         return None
 
     def repack(self, weight_NK: Tensor) -> RepackedWeight:
-        """Repack the weight in its own memory, so that no plain copy remains. Returns access to
-        it."""
+        """Repack the weight in its own memory, so that no plain copy remains. Return access to the
+        weight."""
         raise NotImplementedError
 
     def __call__(self, x_TK: Tensor, handle: LinearHandle) -> Tensor:
@@ -90,11 +90,12 @@ PLAIN = Product()
 class LinearHandle:
     """A linear layer's weight, at most one packed copy of it, and a product for each bucket.
 
-    If all products share a layout, and the weight may and can be repacked, there is no copy: then
-    `is_repacked` is True, `packed` is access to the weight's own memory, and `weight_NK` has its
-    order and shape. `packing`: the product that packs; None for none. `chosen`: the product for
-    each bucket; `products`: the same, but PLAIN for those whose packed copy is released.
-    `generation`: number of changes of the packed weight or the products.
+    The weight is repacked in place, without a copy, if `may_repack` is set, all products share a
+    layout, and the layout's product can repack the weight. In that case `is_repacked` is True,
+    `packed` is access to the weight's own memory, and `weight_NK` has the packed order and shape.
+    `packing` is the product that packs, or None. `chosen` has the product for each bucket.
+    `products` is the same, but has PLAIN for products whose packed copy is released. `generation`
+    is the number of changes of the packed weight or the products.
     """
 
     __slots__ = (
@@ -146,8 +147,8 @@ class LinearHandle:
         self.generation += 1
 
     def release(self) -> None:
-        """Drop the packed copy. Torch's product is used until `refresh`. A repacked weight
-        stays."""
+        """Drop the packed copy. Torch's product is used until `refresh`. A repacked weight is not
+        released."""
         self.generation += 1
         if not self.is_repacked:
             self.packed = None
@@ -197,11 +198,9 @@ class MklProduct(Product):
 
 
 class NativeProduct(Product):
-    """The compiled kernel's product, with a float32 or bfloat16 weight in panels of outputs.
-
-    It computes in float32, but the units DOT and AMX first round x to bfloat16. The result of a row
-    of x does not depend on the other rows.
-    """
+    """The compiled kernel's product, with a float32 or bfloat16 weight in panels of outputs. The
+    product is computed in float32, but the units DOT and AMX first round x to bfloat16. The result
+    of a row of x does not depend on other rows."""
 
     kind = "native"
     unpacks = True
@@ -252,12 +251,11 @@ class NativeProduct(Product):
 class ProductRule:
     """Chooses products by the weight's dtype, the number of rows and the processor's features.
 
-    `switch` is the value of ROLLOUT_TUNE. With "1" the rule chooses the compiled product with the
-    widest vectors, or its unit for pairs of bfloat16 numbers (DOT, AMX) where that is faster.
-    Without kernels it chooses oneDNN's product for up to 128 rows, and torch's for more. With "0"
-    it does not choose DOT and AMX, which round x to bfloat16. A product's name or kind forces this
-    product for all weights that it supports. The constructor raises ConfigError if this machine has
-    no such product.
+    `switch` is the value of ROLLOUT_TUNE. "1" chooses the compiled product with the widest vectors,
+    or its unit for pairs of bfloat16 numbers (DOT, AMX) if that is faster. Without kernels, "1"
+    chooses oneDNN's product for up to 128 rows, and torch's product for more. "0" does not choose
+    DOT and AMX, which round x to bfloat16. A product's name or kind forces this product for all
+    weights that it supports. Raises ConfigError if this machine has no such product.
     """
 
     def __init__(self, candidates: Sequence[Product], switch: str = _BY_RULE) -> None:
@@ -278,8 +276,8 @@ class ProductRule:
         return [next(forced, PLAIN)] * len(BUCKETS)
 
     def experts_by_kernel(self, dtype: torch.dtype, num_tokens: int) -> bool:
-        """Return whether to use the compiled kernel for experts of `dtype` with `num_tokens` tokens
-        each; torch if False."""
+        """Return whether to use the compiled kernel, not torch, for experts of `dtype` with
+        `num_tokens` tokens each."""
         if self._switch != _BY_RULE:
             return self._switch == _VECTORS_ALONE or self._switch.startswith("native")
         has_pairs = any(product.min_rows > 1 for product in self._candidates)
@@ -298,7 +296,8 @@ class ProductRule:
 
 
 def summary(names: Sequence[str]) -> str:
-    """Describe names, one for each bucket, as in "native-512 from 1, native-dot from 5 rows"."""
+    """Describe product names, one for each bucket, such as "native-512 from 1, native-dot from 5
+    rows"."""
     parts, num_rows = [], 1
     for name, buckets in groupby(zip(names, BUCKETS, strict=True), lambda pair: pair[0]):
         parts.append(f"{name} from {num_rows}")
@@ -307,8 +306,8 @@ def summary(names: Sequence[str]) -> str:
 
 
 def available_products(kernels: Kernels | None) -> list[Product]:
-    """Return all products that work on this machine. Of each kind the default comes first.
-    `kernels`: the compiled kernels; None if there are none."""
+    """Return all products that work on this machine. The default of each kind comes first.
+    `kernels` are the compiled kernels; None if there are none."""
     products = [PLAIN, OneDnnProduct(), MklProduct(), *_native_products(kernels)]
     probes = [torch.zeros(1, 16, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     return [product for product in products if any(map(product.suits, probes))]

@@ -19,11 +19,9 @@ _IN_MEMORY = 1  # bit of mincore's result; the other bits are reserved
 
 
 def resident_bytes(buffer: Tensor) -> int:
-    """Return the bytes of a flat uint8 buffer that take physical memory now.
-
-    For a CPU buffer on Linux these are its resident pages: mostly the pages that were written to.
-    On a device, and on other systems, all bytes count.
-    """
+    """Return the bytes of a flat uint8 buffer that take physical memory now. For a CPU buffer on
+    Linux, only its resident pages count: mostly pages that were written to. On a device, and on
+    other systems, all bytes count."""
     num_bytes = buffer.numel()
     mincore = _mincore()
     if buffer.device.type != "cpu" or mincore is None or not num_bytes:

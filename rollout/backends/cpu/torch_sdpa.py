@@ -1,15 +1,14 @@
-"""TorchSdpaAttention: attention on a CPU without compiled kernels, one call of torch per row.
+"""TorchSdpaAttention: attention on a CPU by torch, row by row, without compiled kernels.
 
-Used by `rollout.backends.cpu.backend`, and by `rollout.backends.cpu.attention`, whose
-NativePagedAttention inherits the cache layout and falls back on this class for dtypes and head dims
-that the kernels do not support. Writes only the KV cache.
+Used by `rollout.backends.cpu.backend`. NativePagedAttention of `rollout.backends.cpu.attention`
+inherits the cache layout, and uses this class for dtypes and head dims that the kernels do not
+support. Writes only the KV cache.
 
-The cache is [block, offset, K or V, KV head, D]. A token has two contiguous runs of G * D numbers,
-or one if the cache holds K alone. Between blocks there may be gaps. Nothing is padded: a context in
-one block is read in place, any other is gathered. Query heads that share a KV head are passed to
-torch as extra query positions (decode) or as heads over an expanded view (prefill), so K and V are
-never repeated in memory. Shape letters: T tokens, Q tokens of one row, C context, H query heads, G
-key/value heads, E query heads per KV head, D head dim.
+The cache is [block, offset, K or V, KV head, D]. A token's K and V are each G * D contiguous
+numbers. If V is a part of K (MLA), only K is stored. There can be gaps between blocks. Nothing is
+padded. A context in one block is read in place, and any other is gathered. Shape letters: T tokens,
+Q tokens of one row, C context, H query heads, G key/value heads, E query heads per KV head, D head
+dim.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ Places: TypeAlias = tuple[Tensor, Tensor]  # block of each token, and offset wit
 
 
 class Row(NamedTuple):
-    """A row of the batch: its tokens are [start, end) of the batch and the last of a context of
-    `context_len` tokens, which lies in `blocks`."""
+    """A row of the batch, with the batch's tokens [start, end). These are the last tokens of a
+    context of `context_len` tokens, whose K and V are in `blocks`."""
 
     start: int
     end: int
@@ -54,7 +53,6 @@ class TorchPlan:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The rows of the batch, in order."""
         batch, tables_RM = self.batch, self.batch.block_tables_RM
         spans, lengths = pairwise(batch.query_starts.tolist()), batch.context_lens.tolist()
         columns = spans, lengths, tables_RM[:, 0].tolist(), tables_RM
@@ -65,10 +63,11 @@ class TorchPlan:
 
 
 class TorchSdpaAttention:
-    """Implements `AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
+    """`AttentionBackend` with torch.nn.functional.scaled_dot_product_attention."""
 
     def __init__(self, ops: Ops[Any] | None = None) -> None:
-        """`ops`: operations that norm and rotate query and key heads; None for ReferenceOps."""
+        """`ops` has the operations that norm and rotate query and key heads; None means
+        ReferenceOps."""
         self._ops = ops or ReferenceOps()
 
     def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
@@ -83,8 +82,8 @@ class TorchSdpaAttention:
     def rotate(
         self, q_THD: Tensor, k_TGD: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor]:
-        """Return query and key heads, normed and rotated as `rotation` says; unchanged if it is
-        None. The arguments are not written."""
+        """Return query and key heads, normed and rotated as `rotation` says. Return them unchanged
+        if `rotation` is None. The arguments are not written."""
         if rotation is None:
             return q_THD, k_TGD
         ops, first = self._ops, rotation.rounds_norm_first
@@ -104,8 +103,7 @@ class TorchSdpaAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at their slots, and attend causally. Returns
-        [T, H, D]."""
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]."""
         q_THD, k_TGD = self.rotate(q_THD, k_TGD, rotation)
         cache, plan, num_dims = batch.kv[layer], batch.plan, v_TGD.shape[2]
         write_tokens(cache, k_TGD, v_TGD, plan.places)
@@ -132,7 +130,7 @@ class TorchSdpaAttention:
 
 
 def places_of(batch: ForwardBatch) -> Places:
-    """Return block and offset at which each of the batch's tokens is written."""
+    """Return the blocks and the offsets at which the batch's tokens are written."""
     return batch.slots_T // batch.block_size, batch.slots_T % batch.block_size
 
 
@@ -186,8 +184,8 @@ def _with_context(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float) -> 
 def _explicit(
     q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor, scale: float, traits: AttentionTraits
 ) -> Tensor:
-    """Return the same as `_with_context`, but with windows, softcaps and sinks, by an explicit
-    softmax in float32."""
+    """Return the same as `_with_context`, but with windows, softcaps and sinks, by a softmax in
+    float32."""
     q_GEQD, k_GECD, v_GECD = _group(q_QHD, k_CGD, v_CGD)
     scores_GEQC = (q_GEQD.float() @ k_GECD.float().transpose(-1, -2)) * scale
     if traits.softcap is not None:
@@ -211,6 +209,7 @@ def _explicit(
 def _group(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q, K and V as [G, E, tokens, D], the query heads grouped by KV head. K and V are
     expanded views."""
+    # So K and V are never repeated in memory.
     num_groups = k_CGD.shape[1]
     num_queries, num_heads, head_dim = q_QHD.shape
     q_QGED = q_QHD.view(num_queries, num_groups, num_heads // num_groups, head_dim)

@@ -18,11 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder(name: str) -> Path:
-    """Create a folder that only this user can write, if it does not exist, and return it.
-
-    It is `rollout/NAME` in the user's cache directory or, if that fails, `rollout-NAME-UID` in the
-    temporary directory. Raises OSError if both fail.
-    """
+    """Create a folder that only this user can write, if it does not exist, and return it. The
+    folder is `rollout/NAME` in the user's cache directory. If that fails, it is `rollout-NAME-UID`
+    in the temporary directory. Raises OSError if both fail."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     candidates = (
         Path(home) / "rollout" / name,
@@ -45,8 +43,8 @@ def _is_private(folder: Path) -> bool:
 
 
 def try_lock(file: TextIO) -> bool:
-    """Lock `file` until it is closed. Returns False if another process has it locked, and True
-    without a lock if the file system has no locks."""
+    """Lock `file` until it is closed, and return True. Return False if another process has it
+    locked. On a file system without locks, return True without a lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

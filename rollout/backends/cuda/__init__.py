@@ -1,2 +1,2 @@
-"""The CUDA backend: Triton kernels, device memory and CUDA graphs. `rollout.backends.select` makes
-it for a CUDA device, and `rollout.backends.shared_buffer` uses its runtime."""
+"""The CUDA backend: Triton kernels, device memory and CUDA graphs. `rollout.backends.select`
+creates it for a CUDA device. `rollout.backends.shared_buffer` uses its `runtime`."""

@@ -1,8 +1,8 @@
-"""append_kv: norm and rotate heads and store keys and values in the paged cache, in one kernel.
+"""append_kv: norms and rotates heads and stores keys and values in the paged cache, in one kernel.
 
 TritonPagedAttention in `rollout.backends.cuda.attention` calls it before it attends. Writes the
 cache and a contiguous copy of the queries. Shape letters: T tokens, H query heads, G key/value
-heads, D head dim; in kernels R rows (a row is one head of one token), F half of the head dim,
+heads, D head dim. In kernels: R rows (a row is one head of one token), F half of the head dim,
 padded to a power of two.
 """
 
@@ -28,12 +28,12 @@ def append_kv(
     slots_T: Tensor,
     rotation: Rotation | None = None,
 ) -> Tensor:
-    """Store V and the normed, rotated K at `slots_T` of `cache`. Returns Q, normed, rotated and
+    """Store V and the normed, rotated K at `slots_T` of `cache`. Return Q, normed, rotated and
     contiguous.
 
-    `cache` is [num_blocks, 2, G, block_size, D]. Each block is contiguous; between blocks there may
-    be gaps. Only the last dim of Q, K and V must have stride 1. `rotation` has both norm weights or
-    neither. Without it, Q and K keep their values.
+    `cache` is [num_blocks, 2, G, block_size, D]. Each block is contiguous, but there can be gaps
+    between blocks. Only the last dim of Q, K and V must have stride 1. `rotation` has both norm
+    weights or neither. If it is None, Q and K keep their values.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = k_TGD.shape[1]
@@ -76,8 +76,8 @@ def append_kv_kernel(
     HAS_ROTATION: tl.constexpr, ROUNDS_NORM_FIRST: tl.constexpr,
     ROUNDS_ANGLES: tl.constexpr, ROUNDS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """Process BLOCK_R rows: query heads in the first programs, key and value heads in the others.
-    `block_shift`: log2 of the block size."""
+    """Process BLOCK_R rows. The first programs have query heads, and the other programs key and
+    value heads. `block_shift` is log2 of the block size."""
     program = tl.program_id(0)
     num_query_programs = tl.cdiv(num_tokens * num_heads, BLOCK_R)
     offsets_R = tl.arange(0, BLOCK_R)
@@ -153,7 +153,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _rounded(x_RF, dtype: tl.constexpr, IS_ROUNDED: tl.constexpr):
-    """Return float32 values, rounded to `dtype` first if IS_ROUNDED."""
+    """Return float32 values, first rounded to `dtype` if IS_ROUNDED."""
     return x_RF.to(dtype).to(tl.float32) if IS_ROUNDED else x_RF
 
 

@@ -1,10 +1,10 @@
 """TritonPagedAttention: attention on a GPU that reads the blocks of the KV cache in place.
 
-Made by `rollout.backends.cuda.backend`. Writes only the KV cache. The kernel launches of a step
-depend on shapes alone (T tokens, R rows, decode rows, width of the block tables), never on lengths,
-so that a graph can capture them. The device itself divides the work, by
-`rollout.backends.cuda.attention_plan`. Shape letters: T tokens, R rows, H query heads, G key/value
-heads, E = rows + 1, P programs, D head dim.
+Created by `rollout.backends.cuda.backend`. Writes only the KV cache. The kernel launches of a step
+depend on shapes (T tokens, R rows, decode rows, width of the block tables) but not on lengths, so
+that a graph can capture them. `rollout.backends.cuda.attention_plan` divides the work on the
+device. Shape letters: T tokens, R rows, H query heads, G key/value heads, E = rows + 1, P programs,
+D head dim.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MERGES_PER_PROGRAM = 8  # merging programs per attention program: they mostly wa
 class LaunchChoice:
     """Tile sizes and launch options of an attention kernel.
 
-    `block_m`: rows of a query tile. `block_n`: positions of a context tile. `num_stages`: context
-    tiles in flight, as Triton counts them. `num_resident`: programs that a multiprocessor runs at
-    once with these options.
+    `block_m` is the number of rows of a query tile, and `block_n` the number of positions of a
+    context tile. `num_stages` is the number of context tiles in flight, as Triton counts them.
+    `num_resident` is the number of programs that a multiprocessor runs at once with these options.
     """
 
     block_m: int
@@ -53,17 +53,15 @@ class LaunchChoice:
 def launch_choice(
     dtype: torch.dtype, head_dim: int, group_size: int, is_decode: bool
 ) -> LaunchChoice:
-    """Return the launch options for a dtype, head dim and number of query heads per KV head.
-
-    They are derived for an H100, for which they compile without spilling registers, and are not
-    tuned. Decode reads K and V once, and its tile rows are mostly padding: 16 rows, the least that
-    a tensor core takes, or 64 for the few models with larger groups. These are two sizes, so that
-    few kernels are compiled. One context tile is loaded ahead: 32 KiB at head dim 128, which with
-    two programs on a multiprocessor hides the latency of memory (about 20 KiB in flight). Prefill
-    is bound by arithmetic, so it has 128 rows. Heads wider than 128 halve the context tile, because
-    their sums fill the registers. Float32 has no tensor core path at full precision; its tiles are
-    small, because each product is unrolled.
-    """
+    """Return the launch options for a dtype, head dim and number of query heads per KV head."""
+    # Derived for an H100, for which the kernels compile without spilling registers, and not tuned.
+    # Decode reads K and V once, and its tile rows are mostly padding: 16 rows, the least that a
+    # tensor core takes, or 64 for the few models with larger groups. Two sizes, so that few kernels
+    # are compiled. One context tile is loaded ahead: 32 KiB at head dim 128, which with two
+    # programs on a multiprocessor hides the latency of memory (about 20 KiB in flight). Prefill is
+    # bound by arithmetic, so it has 128 rows. Heads wider than 128 halve the context tile, because
+    # their sums fill the registers. Float32 has no tensor core path at full precision; its tiles
+    # are small, because each product is unrolled.
     num_resident = 2 if head_dim <= 128 else 1
     if not is_decode:
         num_resident = 2 if head_dim <= 64 and dtype != torch.float32 else 1
@@ -103,24 +101,21 @@ def launch_choice(
 def program_choice(
     num_rows: int, num_kv_heads: int, table_tokens: int, block_n: int, num_resident: int
 ) -> int:
-    """Return the number of decode programs: as many as run at once, but no more than have work; at
-    least 1.
-
-    `table_tokens`: the context length of each row by which the work is estimated. `num_resident`:
-    programs that the device runs at once.
-    """
+    """Return the number of decode programs: as many as run at once, but no more than have work, and
+    at least 1. `table_tokens` is the context length of each row, for an estimate of the work.
+    `num_resident` is the number of programs that the device runs at once."""
     num_tiles = num_rows * num_kv_heads * -(-table_tokens // block_n)
     useful = -(-num_tiles // MIN_TILES_PER_PROGRAM)
     return max(1, min(num_resident, useful))
 
 
 class TritonPagedAttention:
-    """Implements `AttentionBackend` with Triton. Within a block each head's K, and V, is
-    contiguous."""
+    """`AttentionBackend` with Triton. Within a block, each head's K is contiguous, and so is its
+    V."""
 
     def __init__(self, *, num_multiprocessors: int = 132, num_programs: int | None = None) -> None:
-        """`num_multiprocessors`: of the device. `num_programs`, for tests: the number of decode
-        programs, and of prefill programs that the device is taken to run at once."""
+        """`num_multiprocessors` is the device's number. Tests set `num_programs` to the number of
+        decode programs, and of prefill programs that run at once."""
         self._num_multiprocessors = num_multiprocessors
         self._num_programs = num_programs
 
@@ -149,11 +144,8 @@ class TritonPagedAttention:
         rotation: Rotation | None = None,
         traits: AttentionTraits = PLAIN,
     ) -> Tensor:
-        """Norm and rotate Q and K, write K and V at `slots_T`, and attend causally. Returns
-        [T, H, D].
-
-        Reads no host array of the batch. The output of tokens beyond the last row is undefined.
-        """
+        """Norm and rotate Q and K, write K and V, and attend causally. Return [T, H, D]. Reads no
+        host array of the batch. The output of tokens beyond the last row is undefined."""
         cache = batch.kv[layer]
         q_THD = append_kv(q_THD, k_TGD, v_TGD, cache, batch.slots_T, rotation)
         out_THD = torch.empty_like(q_THD)
@@ -171,8 +163,8 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """Attend from decode rows, each program over an equal share of all contexts. Writes
-        `out_THD`. Partial results of contexts split over several shares are merged afterwards."""
+        """Attend from decode rows and write `out_THD`. Each program gets an equal share of all
+        contexts. Partial results of contexts split over several shares are merged afterwards."""
         num_rows, num_heads, head_dim = batch.num_decode_rows, *q_THD.shape[1:]
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
@@ -217,13 +209,11 @@ class TritonPagedAttention:
         batch: ForwardBatch,
         traits: AttentionTraits,
     ) -> None:
-        """Attend from prefill rows, a program for each query tile, KV head and part of its context.
-        Writes `out_THD`.
-
-        Programs start in the order of their numbers, the longest first; surplus programs end at
-        once. Partial results, at most CUT_PARTS per program that runs at once, are merged
-        afterwards.
-        """
+        """Attend from prefill rows and write `out_THD`. Each query tile, KV head and part of its
+        context has a program."""
+        # Programs start in the order of their numbers, the longest first. Surplus programs end at
+        # once. Partial results are merged afterwards: at most CUT_PARTS for each program that runs
+        # at once.
         num_tokens, num_heads, head_dim = q_THD.shape
         num_kv_heads, block_size = cache.shape[2:4]
         group_size = num_heads // num_kv_heads
@@ -261,8 +251,8 @@ class TritonPagedAttention:
 
 
 def _scores(traits: AttentionTraits, head_dim: int) -> tuple[float, int, float]:
-    """Return (scale, window, softcap) for kernels, which take powers of two: scale and softcap have
-    a factor log2(e). 0 stands for no window and no softcap."""
+    """Return (scale, window, softcap) for kernels. 0 means no window and no softcap."""
+    # Kernels take powers of two, so scale and softcap have a factor log2(e).
     scale = traits.scale_of(head_dim) * math.log2(math.e)
     return scale, traits.window or 0, (traits.softcap or 0.0) * math.log2(math.e)
 

@@ -1,9 +1,9 @@
 """Triton kernels of paged attention, launched by `rollout.backends.cuda.attention`.
 
-They write the attention output `out`, and partial results that merging kernels read.
-The cache is [num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows
-of a query tile (a row is one query head of one token), N positions of a context tile, D head dim
-padded to a power of two, S partial results that are merged at once, X rows of any kind.
+The kernels write the attention output `out`, and partial results that merging kernels read. The
+cache is [num_blocks, 2 (keys, values), KV heads, block_size, HEAD_DIM]. Shape letters: M rows of a
+query tile (a row is one query head of one token), N positions of a context tile, D head dim padded
+to a power of two, S partial results that are merged at once, X rows of any kind.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def decode_attention_kernel(
     """Attend over one program's share of the context tiles of all decode rows and KV heads.
 
     All context tiles are numbered: first along a row's context, then over its KV heads, then over
-    the rows. `share_of` cuts the numbers into equal shares, which may span several rows. If a share
+    the rows. `share_of` cuts the numbers into equal shares, which can span several rows. If a share
     has all tiles of a row and KV head, the result goes to `out`. Otherwise program p writes a
-    partial result, to be merged: number 2 p + 1 if it has the first of these tiles, else 2 p.
-    `scale` and `softcap` include a factor log2(e), because the softmax uses powers of two. `sinks`
-    is None, or has a score for each query head, which the program with the first tile adds.
-    Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023, "Flash-Decoding",
-    for the partial results.
+    partial result. The partial result has the number 2 p + 1 if the share has the first of these
+    tiles, else 2 p. `scale` and `softcap` include a factor log2(e), because the softmax uses powers
+    of two. `sinks` is None, or has a score for each query head, which the program with the first
+    tile adds. Sources: Osama et al. 2023, "Stream-K", for the equal shares; Dao et al. 2023,
+    "Flash-Decoding", for the partial results.
     """
     program = tl.program_id(0)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
@@ -81,11 +81,9 @@ def merge_parts_kernel(
     out, partial_out, partial_lse, tile_starts, first_rows, num_rows, num_kv_heads, group_size,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of `decode_attention_kernel` into `out`.
-
-    Grid: (programs of that kernel, group size). A program merges one query head, the one whose
-    context tiles begin in its share and end in a later share. Without such a head it does nothing.
-    """
+    """Merge the partial results of `decode_attention_kernel` into `out`. The grid is (programs of
+    that kernel, group size). A program merges one query head of the KV head whose context tiles
+    begin in its share and end in a later share. A program without such a KV head does nothing."""
     program, member = tl.program_id(0), tl.program_id(1)
     num_all_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
     start, next_start = share_of(program, tl.num_programs(0), num_all_tiles)
@@ -124,12 +122,12 @@ def prefill_attention_kernel(
 ):  # fmt: skip
     """Attend from one query tile over its row's context or a part of it, for one KV head.
 
-    A tile holds the query heads that share the KV head, for as many tokens as fit into BLOCK_M
-    rows. `program_tiles`: the query tile of each program, -1 for surplus programs. A tile has one
+    A tile has the query heads that share the KV head, for as many tokens as fit into BLOCK_M rows.
+    `program_tiles` has the query tile of each program, and -1 for surplus programs. A tile has one
     program for each KV head and part of its context, head by head, from `first_programs` on. The
-    result over a whole context goes to `out`. The result over a part is the program's partial
-    result, to be merged. `scale`, `softcap` and `sinks` are as in `decode_attention_kernel`.
-    Source: Dao 2023, "FlashAttention-2", algorithm 1.
+    result over a whole context goes to `out`. The result over a part is a partial result, which
+    `merge_prefill_kernel` merges. `scale`, `softcap` and `sinks` are as in
+    `decode_attention_kernel`. Source: Dao 2023, "FlashAttention-2", algorithm 1.
     """
     program = tl.program_id(0)
     tile = tl.load(program_tiles + program)
@@ -182,11 +180,9 @@ def merge_prefill_kernel(
     num_kv_heads, group_size, block_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of `prefill_attention_kernel` into `out`.
-
-    The first `num_cut` query tiles have partial results. Any number of programs can share the work.
-    A program merges one query head of one token at a time.
-    """
+    """Merge the partial results of `prefill_attention_kernel` into `out`. The first `num_cut` query
+    tiles have partial results. Any number of programs can share the work. A program merges one
+    query head of one token at a time."""
     size = block_q * group_size
     item = tl.program_id(0)
     num_items = tl.load(num_cut) * num_kv_heads * size
@@ -217,7 +213,8 @@ def _merge_parts(
     """Return the merged result of `num_parts` partial results, weighted by their `partial_lse`.
 
     With STEP 1 their numbers are consecutive, from `first_part` on. With STEP 2 they are
-    `first_part` plus 1, 2, 4, 6 and so on. Neighbouring numbers are `stride` rows apart in memory.
+    `first_part` plus 1, 2, 4, 6 and so on. Partial results with neighbouring numbers are `stride`
+    rows apart in memory.
     """
     peak = -1.0e30
     total = 0.0
@@ -240,8 +237,9 @@ def _merge_parts(
 
 @triton.jit
 def _sink(sinks, head_M, is_counted_M):
-    """Return the initial greatest score and sum of weights of a softmax: each row's sink, if
-    `sinks` is not None and the row is in `is_counted_M`; else -inf and 0."""
+    """Return the initial greatest score and sum of weights of each row's softmax. Both come from
+    the row's sink if `sinks` is given and the row is in `is_counted_M`. Otherwise they are -inf and
+    0."""
     total_M = tl.zeros(head_M.shape, dtype=tl.float32)
     peak_M = tl.full(head_M.shape, float("-inf"), dtype=tl.float32)
     if sinks is not None:
@@ -259,11 +257,10 @@ def _attend(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return (weighted sum of V, sum of weights, greatest score) over positions [start, end).
-
     `total_M` and `peak_M` are the initial sum and score. `cache` points to the KV head's keys of
-    block 0; its values lie `values_offset` after them. All rows of the query tile attend to the
-    first context tiles whole, so these need no causal mask. With a window, all tiles are masked.
-    """
+    block 0. The values are `values_offset` after the keys."""
+    # All rows of the query tile attend to the first context tiles whole, so these need no causal
+    # mask. With a window, all tiles are masked.
     acc_MD = tl.zeros(q_MD.shape, dtype=tl.float32)
     unmasked_end = tl.maximum(tl.minimum(end, first_position + 1) // BLOCK_N * BLOCK_N, start)
     if HAS_WINDOW:
@@ -291,9 +288,9 @@ def _attend_tile(
     IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Return the running softmax with positions [first, first + BLOCK_N) added. Positions from
-    `end` on are not read, because they may hold anything, even NaN."""
+    `end` on are not read."""
     position_N = first + tl.arange(0, BLOCK_N)
-    is_position_N = position_N < end
+    is_position_N = position_N < end  # later positions may hold anything, even NaN
     block_N = tl.load(table + (position_N >> block_shift), mask=is_position_N, other=0)
     in_block_N = (position_N & ((1 << block_shift) - 1)) * HEAD_DIM
     start_N = block_N.to(tl.int64) * block_stride + in_block_N
@@ -322,8 +319,8 @@ def _attend_tile(
 
 @triton.jit
 def _tanh(x):
-    """Return tanh(x), by one exponential. Near 0, where that would cancel digits, by the Taylor
-    series to x^9."""
+    """Return tanh(x)."""
+    # By one exponential; near 0, where that would cancel digits, by the Taylor series to x^9.
     square = x * x
     near = x * (
         1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835)))

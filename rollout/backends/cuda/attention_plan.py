@@ -1,12 +1,13 @@
 """TritonPlan: the division of a step's attention into programs, computed on the device.
 
-TritonPagedAttention in `rollout.backends.cuda.attention` makes one for each forward pass; all
-layers share it, and the kernels of `rollout.backends.cuda.attention_kernels` use `share_of`.
+TritonPagedAttention in `rollout.backends.cuda.attention` creates a TritonPlan for each forward
+pass, which all layers share. The kernels of `rollout.backends.cuda.attention_kernels` use
+`share_of`.
 
-Decode: the context tiles of all rows and KV heads are put in one sequence and cut into equal
-shares, one for each program. Prefill: query tiles are sorted by the lengths of their contexts, the
-longest first. If whole tiles would leave multiprocessors idle, long contexts are cut into parts of
-one size. Grids depend on shapes alone, so that a captured graph is right for any lengths. Shape
+For decode, the context tiles of all rows and KV heads are put in one sequence and cut into equal
+shares, one for each program. For prefill, query tiles are sorted by the lengths of their contexts,
+the longest first. If whole tiles would leave multiprocessors idle, long contexts are cut into parts
+of one size. Grids depend only on shapes, so that a captured graph is right for any lengths. Shape
 letters: R rows, E = R + 1, P programs, Q query tiles, F = Q + 1.
 """
 
@@ -37,11 +38,10 @@ BLOCK_J = 16  # tiles that `order_tiles_kernel` compares with a block at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillPlan:
-    """Query tiles, the longest context first, and the programs that compute them; all int32.
-
-    Each tile has a program for each KV head and part of its context, head by head. Tiles whose
-    contexts are cut come first, so the programs of parts have the lowest numbers.
-    """
+    """Query tiles, the longest context first, and the programs that compute them. All tensors are
+    int32. Each tile has one program per KV head and part of its context, and the programs of one
+    head are consecutive. Tiles whose contexts are cut come first, so the programs of parts have the
+    lowest numbers."""
 
     rows_Q: Tensor  # row of each tile; -1 for surplus tiles
     tokens_Q: Tensor  # first token of each tile
@@ -64,11 +64,9 @@ class TritonPlan:
     def decode(
         self, *, window: int | None, block_n: int, num_kv_heads: int, num_programs: int
     ) -> tuple[Tensor, Tensor]:
-        """Return each decode row's first context tile, [E], and each program's first row, [P].
-
-        Both are int32. Context tiles are numbered over all decode rows, for one KV head; the last
-        entry is their total.
-        """
+        """Return each decode row's first context tile, [E], and each program's first row, [P], both
+        int32. Context tiles are numbered over all decode rows, for one KV head. The last entry of
+        the first tensor is their total number."""
         key = window, block_n, num_kv_heads, num_programs
         if key not in self._decode:
             num_rows, device = self._num_decode_rows, self._context_lens_R.device
@@ -100,9 +98,9 @@ class TritonPlan:
     ) -> PrefillPlan:
         """Return the plan for the rows after the decode rows, which have `num_tokens` tokens.
 
-        `block_q`: tokens of a query tile. `num_resident`: programs that the device runs at once.
-        `table_tokens`: the longest context that a block table can hold. The numbers of tiles and
-        programs suffice for any lengths of the rows.
+        `block_q` is the number of tokens of a query tile. `num_resident` is the number of programs
+        that the device runs at once. `table_tokens` is the longest context that a block table can
+        hold. The numbers of tiles and programs suffice for any lengths of the rows.
         """
         key = window, block_n, block_q, num_tokens, num_kv_heads, num_resident, table_tokens
         if key not in self._prefill:
@@ -117,12 +115,10 @@ class TritonPlan:
         self, window: int | None, block_n: int, block_q: int, num_tokens: int
     ) -> Tensor:
         """Return row, first token and number of context tiles of each query tile, [3, Q], longest
-        first.
-
-        Each of the three starts at a multiple of 16 bytes, or Triton would compile kernels again.
-        """
+        first."""
         first_row, device = self._num_decode_rows, self._context_lens_R.device
         num_rows = self._context_lens_R.shape[0] - first_row
+        # Each of the three starts at a multiple of 16 bytes, or Triton would compile kernels again.
         num_tiles = num_tokens // block_q + num_rows
         shape = 2, 3, triton.cdiv(num_tiles, 4) * 4
         wide = torch.empty(shape, dtype=torch.int32, device=device)
@@ -140,8 +136,8 @@ class TritonPlan:
 
 
 def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: bool) -> PrefillPlan:
-    """Return the plan for the sorted tiles. Without `may_cut` it has no room for partial results,
-    and contexts must be too short to be cut."""
+    """Return the plan for the sorted tiles. If `may_cut` is False, contexts must be too short to be
+    cut, and there is no room for partial results."""
     num_tiles = tiles_3Q.shape[1]
     num_programs, num_partials = num_tiles * num_kv_heads, 0
     if may_cut:
@@ -172,8 +168,8 @@ def _programs(tiles_3Q: Tensor, num_kv_heads: int, num_resident: int, may_cut: b
 
 @triton.jit
 def share_of(program, num_programs, num_tiles):
-    """Return the context tiles [start, end) of a program. Shares are equal, but the last with work
-    may be smaller, and later ones are empty."""
+    """Return the context tiles [start, end) of a program. Shares are equal, but the last share with
+    work can be smaller, and later shares are empty."""
     share = tl.maximum(tl.cdiv(num_tiles, num_programs), _MIN_TILES)
     start = program * share
     return start, tl.minimum(start + share, num_tiles)
@@ -204,8 +200,8 @@ def tile_starts_kernel(
 def first_rows_kernel(
     first_rows, tile_starts, num_rows, num_kv_heads, num_programs, BLOCK: tl.constexpr
 ):
-    """Store the row of each program's first tile, by bisection. A program without work gets any
-    row."""
+    """Store the row of each program's first tile, by bisection. The value is arbitrary for programs
+    without work."""
     programs_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_tiles = tl.load(tile_starts + num_rows) * num_kv_heads
     tile_B, _ = share_of(programs_B, num_programs, num_tiles)
@@ -227,12 +223,10 @@ def query_tiles_kernel(
     num_tiles, window,
     BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store row, first token and number of context tiles of each query tile; row -1 and 0 context
-    tiles for surplus tiles.
-
-    Row r has its first tile at start(r) // block_q + r, counted from the first row. This leaves
-    room for each row's last, partly filled tile, and needs no other row's length.
-    """
+    """Store row, first token and number of context tiles of each query tile. Surplus tiles get row
+    -1 and 0 context tiles."""
+    # Row r has its first tile at start(r) // block_q + r, counted from the first row. This leaves
+    # room for each row's last, partly filled tile, and needs no other row's length.
     tile_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     base = tl.load(query_starts + first_row)
     low_B = tl.zeros_like(tile_B) + first_row
@@ -288,13 +282,13 @@ def cut_tiles_kernel(
     first_programs, num_cut, tile_lengths, num_tiles, num_kv_heads, num_resident, worth,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Decide into how many parts each query tile's context is cut. Stores each tile's first program
-    and the number of cut tiles.
+    """Store each tile's first program and the number of cut tiles. Runs as one program.
 
-    Runs as one program. The device starts programs in order, as others end. Tiles stay whole if the
-    last of them ends early enough (WORTH_CUTTING) by this estimate. A tile of the first wave starts
-    at once. The i-th tile of the second wave starts when the i-th last of the first wave ends. All
-    others start, at the latest, at the mean end of the tiles before them.
+    Decides into how many parts each query tile's context is cut. The device starts a program when
+    an earlier one ends. Tiles stay whole if an estimate says that the last tile ends early enough
+    (WORTH_CUTTING). In the estimate, a tile of the first wave starts at once. The i-th tile of the
+    second wave starts when the i-th last tile of the first wave ends. All later tiles start, at the
+    latest, at the mean end of the tiles before them.
     """
     total = tl.zeros([], tl.int64)
     latest = tl.zeros([], tl.int64)  # times are in context tiles over `num_resident`
@@ -336,16 +330,14 @@ def _part_size(
 ):  # fmt: skip
     """Return the largest number of context tiles of a part.
 
-    A wave is `num_resident` programs that run at once. For one wave the size is the mean share of a
-    program, or up to 7/32 more: the smallest with which all parts fit in the wave. If none does,
-    the size is chosen in the same way for two waves, from half the mean, then for three and four.
-    Parts that fill w waves end within w times their size.
-
-    If the parts fit in no four waves, the size is a quarter of the mean share, and the last part
-    ends at most that much after the mean. There are then at most 4 `num_resident` parts in excess
-    of one for each tile and head. Cut tiles are longer than a part, so they have at most 8
-    `num_resident` parts in all.
+    A wave is `num_resident` programs, which run at once. The size is the smallest with which all
+    parts fit in one wave, among eight sizes from the mean share of a program to 7/32 more. If none
+    fits, the size is chosen in the same way for two, three or four waves, from a half, a third or a
+    quarter of the mean share. If none fits in four waves, the size is a quarter of the mean share.
     """
+    # With a quarter of the mean, the last part ends at most that much after the mean. There are
+    # then at most 4 `num_resident` parts in excess of one for each tile and head. Cut tiles are
+    # longer than a part, so they have at most 8 `num_resident` parts in all.
     choice_C = tl.arange(0, _WAVES * _SIZES)
     waves_C = choice_C // _SIZES + 1
     size_C = total * (32 + choice_C % _SIZES) // (32 * waves_C * num_resident)

@@ -1,7 +1,7 @@
-"""cuda_backend: put the parts of the CUDA backend together.
+"""cuda_backend: puts the parts of the CUDA backend together.
 
-Called by `rollout.backends.select`, which imports this module only for a CUDA device, because it
-imports Triton.
+Called by `rollout.backends.select`, which imports this module only for a CUDA device, because the
+module imports Triton.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def cuda_backend(
     max_rows: int,
     collectives: Collectives = ONE_RANK,
 ) -> Backend:
-    """Return a Backend on the CUDA device `index`; None for the current device.
+    """Return a Backend on the CUDA device `index`; None means the current device.
 
-    `num_graphs`, `max_rows` and `max_mixed_graphs` choose the shapes of graphs, see
-    `make_graph_shapes`; with `num_graphs` 0 steps run without graphs. Raises ConfigError without a
-    CUDA device, or if the device does not support `memory_kind`.
+    `num_graphs`, `max_rows` and `max_mixed_graphs` choose the shapes of graphs (see
+    `make_graph_shapes`). If `num_graphs` is 0, steps run without graphs. Raises ConfigError without
+    a CUDA device, and if the device does not support `memory_kind`.
     """
     runtime = CudaRuntime(torch.device("cuda" if index is None else f"cuda:{index}"))
     device = runtime.device

@@ -1,9 +1,8 @@
-"""copy_tokens: copy the first tokens of KV blocks to other blocks, in one kernel.
+"""copy_tokens: copies the first tokens of KV blocks to other blocks, in one kernel.
 
-KVCache of `rollout.worker` calls it, as `Backend.copy_tokens`, when samples that share a block of
-their prompt need blocks of their own. Writes the KV cache.
-
-Shape letters: B blocks, N bytes of a block, K copies, C words (4 bytes) of a kernel's chunk.
+`rollout.worker.kv_cache` calls it as `Backend.copy_tokens`, when samples that share a block of
+their prompt need their own blocks. Writes the KV cache. Shape letters: B blocks, N bytes of a
+block, K copies, C words (4 bytes) of a kernel's chunk.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _WORD_BYTES = 4
 def copy_tokens(
     pool_BN: Tensor, source_K: Tensor, target_K: Tensor, length_K: Tensor, strips: Strips
 ) -> None:
-    """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`; see
-    `CopyTokens`."""
+    """Copy the first `length_K` tokens of blocks `source_K` to blocks `target_K`, as `CopyTokens`
+    says."""
     per_token = strips.bytes_per_token // _WORD_BYTES  # heads have an even number of dims
     copy_tokens_kernel[(strips.num_strips, len(source_K))](
         *(pool_BN.view(torch.int32), source_K, target_K, length_K),
@@ -40,7 +39,8 @@ def copy_tokens_kernel(
     words_per_block, words_per_strip, words_per_token,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Copy the first tokens of one strip (see `Strips`) of one block. Grid: (strips, copies)."""
+    """Copy the first tokens of one strip (see `Strips`) of one block. The grid is (strips,
+    copies)."""
     copy = tl.program_id(1)
     strip = tl.program_id(0).to(tl.int64) * words_per_strip
     source = pool + tl.load(sources + copy) * words_per_block + strip

@@ -1,7 +1,7 @@
-"""CudaGraphs: capture a program in a CUDA graph, and replay it.
+"""CudaGraphs: captures a program in a CUDA graph, and replays it.
 
-Made by `rollout.backends.cuda.backend`, used by GraphExecutor through the protocol `GraphDevice` of
-`rollout.backends.cuda.graph`. Owns the stream and the memory pool of all captures.
+Created by `rollout.backends.cuda.backend`. GraphExecutor uses it through the protocol `GraphDevice`
+of `rollout.backends.cuda.graph`. Owns the stream and the memory pool of all captures.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ Result = TypeVar("Result")
 
 
 class CudaGraphs:
-    """Implements `GraphDevice`. All graphs share one memory pool, because they never run at once.
-
-    This object holds the pool between captures, because torch lets no graph use a freed pool.
-    """
+    """`GraphDevice` by CUDA graphs. All graphs share one memory pool, because they never run at
+    once."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda`: the module torch.cuda, or a fake in tests."""
+        """`cuda` is the module torch.cuda, or a fake in tests."""
         self._device, self._cuda = device, cuda
         self._stream: Any = None
-        self._pool: Any = None
+        self._pool: Any = None  # held between captures, because no graph can use a freed pool
         self._kept_pools: list[Any] = []  # pools of failed captures
 
     @property
@@ -47,7 +45,7 @@ class CudaGraphs:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, program: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Capture the program. Returns a function that replays it, and the program's result, whose
+        """Capture the program. Return a function that replays it, and the program's result, whose
         tensors each replay writes.
 
         The program first runs once without capture, to compile kernels and open handles. An error
@@ -69,9 +67,9 @@ class CudaGraphs:
         return _Replay(graph, pool), result
 
     def _record(self, program: Callable[[], Result], graph: Any, pool: Any, stream: Any) -> Result:
-        """Capture the program in `graph`, and return its result. Raises the first error. A failed
-        capture raises twice: the cause in the program, and again at the end of capture."""
+        """Capture the program in `graph`, and return its result. Raises the first error."""
         cuda = self._cuda
+        # A failed capture raises twice: the cause in the program, and again at the end of capture.
         errors: list[BaseException] = []
         try:
             # Torch leaves the capture's stream current if it cannot end a capture. "thread_local":
@@ -93,22 +91,20 @@ class CudaGraphs:
         return result
 
     def _keep(self, graph: Any, pool: Any) -> None:
-        """Keep graph and pool of a failed capture for the life of the process.
-
-        Torch counts the capture as a user of the pool forever, and aborts the process if a pool in
-        use is freed. The allocator of page-locked memory still reads the graph.
-        """
+        """Keep graph and pool of a failed capture for the life of the process."""
         # Tell torch that the capture has ended; otherwise it would return no memory from now on.
         # `suppress`: the capture may not have begun.
         with suppress(RuntimeError):
             self._cuda.memory._cuda_endAllocateToPool(self._device.index, pool.id)
+        # Torch counts the capture as a user of the pool forever, and aborts the process if a pool
+        # in use is freed. The allocator of page-locked memory still reads the graph.
         for part in (graph, pool):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
         self._kept_pools.append(pool)
         self._pool = None
 
     def forget(self) -> None:
-        """Release the pool. The caller must have dropped all graphs. The next capture makes a new
+        """Release the pool, after the caller has dropped all graphs. The next capture makes a new
         pool. Pools of failed captures are kept."""
         self._pool = None
 
@@ -117,8 +113,7 @@ class CudaGraphs:
         return download(result, self._device)
 
     def _place(self) -> tuple[Any, Any]:
-        """Return the stream of all warm-up runs and captures, and the pool of captures. Makes them
-        if there are none."""
+        """Return the stream of all warm-up runs and captures, and the pool of captures."""
         if self._stream is None:
             self._stream = self._cuda.Stream(self._device)
         if self._pool is None:
@@ -127,10 +122,10 @@ class CudaGraphs:
 
 
 class _Replay:
-    """A call replays the graph. Holds its pool, because torch aborts the process if the pool is
-    freed before the graph."""
+    """A function that replays the graph."""
 
     def __init__(self, graph: Any, pool: Any) -> None:
+        # Torch aborts the process if the pool is freed before the graph.
         self._graph, self._pool = graph, pool
 
     def __call__(self) -> None:
@@ -142,11 +137,9 @@ class _Replay:
 
 @contextmanager
 def _paused_collection() -> Iterator[None]:
-    """Disable garbage collection, for all threads, within the context.
-
-    A finalizer that waits for the device, or frees device memory in the capturing thread, would
-    invalidate the capture.
-    """
+    """Disable garbage collection, for all threads, within the context."""
+    # A finalizer that waits for the device, or frees device memory in the capturing thread, would
+    # invalidate the capture.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -158,9 +151,9 @@ def _paused_collection() -> Iterator[None]:
 
 def _capture_error(errors: list[BaseException]) -> BaseException:
     """Return the error to raise for the first of `errors`: a CaptureError, or the error itself if
-    it is no Exception. Empties the list, which would keep the errors' frames alive."""
+    it is not an Exception. Empties the list."""
     first = errors[0]
-    errors.clear()
+    errors.clear()  # the list would keep the errors' frames alive
     if not isinstance(first, Exception):
         return first
     error = CaptureError(f"a step cannot be captured: {first}")

@@ -30,14 +30,12 @@ class IpcHandle(ctypes.Structure):
 
 
 class Cudart:
-    """The library's functions as methods; pointers are ints.
-
-    Every method raises MemoryError if memory was refused, and RuntimeError for any other error. It
-    clears the library's error state, so that torch does not report the error again.
-    """
+    """The library's functions as methods, with pointers as ints. Every method raises MemoryError if
+    memory was refused, and RuntimeError for any other error. The library's error state is cleared,
+    so that torch does not report the error again."""
 
     def __init__(self, library: Any) -> None:
-        """`library`: a loaded libcudart of CUDA 12 or 13."""
+        """`library` is a loaded libcudart of CUDA 12 or 13."""
         self._library = library
         library.cudaGetErrorString.restype = ctypes.c_char_p
         version = ctypes.c_int()
@@ -45,7 +43,7 @@ class Cudart:
         self._takes_locations = version.value >= _FIRST_VERSION_WITH_LOCATIONS
 
     def malloc_managed(self, num_bytes: int) -> int:
-        """Allocate managed memory, which the host and the current device share. Returns its
+        """Allocate managed memory, which the host and the current device share. Return its
         address."""
         pointer = ctypes.c_void_p()
         size, flags = ctypes.c_size_t(num_bytes), ctypes.c_uint(_ATTACH_GLOBAL)
@@ -54,20 +52,20 @@ class Cudart:
         return pointer.value
 
     def malloc(self, num_bytes: int) -> int:
-        """Allocate memory of the current device. Returns its address."""
+        """Allocate memory of the current device. Return its address."""
         pointer = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         assert pointer.value is not None
         return pointer.value
 
     def ipc_handle(self, pointer: int) -> bytes:
-        """Return the handle by which other processes open memory of `malloc`."""
+        """Return the handle by which other processes open memory allocated by `malloc`."""
         handle = IpcHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
         return bytes(handle)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Open another process's memory of the current device. Returns its address in this
+        """Open another process's memory on the current device. Return its address in this
         process."""
         pointer, lazy_peer_access = ctypes.c_void_p(), ctypes.c_uint(1)
         given = IpcHandle.from_buffer_copy(handle)
@@ -80,7 +78,7 @@ class Cudart:
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(pointer))
 
     def free(self, pointer: int) -> None:
-        """Free memory of `malloc_managed` or `malloc`."""
+        """Free memory allocated by `malloc_managed` or `malloc`."""
         self._call("cudaFree", ctypes.c_void_p(pointer))
 
     def prefer(self, pointer: int, num_bytes: int, place: int) -> None:

@@ -1,7 +1,7 @@
 """CudaDeviceMemory: the memory kind "device", buffers of torch's own allocator.
 
-Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
-`MemoryBackend`; a restored buffer is a new tensor.
+Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+use it through `MemoryBackend`. A restored buffer is a new tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from rollout.backends.cuda.runtime import CudaMemory, CudaRuntime, too_large
 
 
 class CudaDeviceMemory(CudaMemory):
-    """Implements `MemoryBackend` with torch's own allocator.
-
-    The device gets a released buffer's memory back at `trim`, once the caller has dropped all views
-    of the buffer.
-    """
+    """`MemoryBackend` with torch's own allocator. The device gets a released buffer's memory back
+    at `trim`, after the caller has dropped all views of the buffer."""
 
     has_stable_addresses = False
 
@@ -33,7 +30,7 @@ class CudaDeviceMemory(CudaMemory):
         return self._tensors[name]
 
     def release(self, name: str) -> int:
-        """Drop the buffer. Returns the bytes that became free in torch's allocator: 0 while a view
+        """Drop the buffer. Return the bytes that became free in torch's allocator; 0 while a view
         of the buffer exists, or if it was released already."""
         if name not in self._tensors:
             return 0
@@ -42,7 +39,7 @@ class CudaDeviceMemory(CudaMemory):
         return min(self._num_bytes[name], before - self._runtime.allocated_bytes())
 
     def restore(self, name: str) -> Tensor:
-        """Return the buffer. If it was released, allocates a new one, with undefined contents, most
+        """Return the buffer. A released buffer is allocated anew, with undefined contents, most
         likely at another address. Raises ConfigError if memory is short."""
         if name not in self._tensors:
             self._tensors[name] = self._empty(name, self._num_bytes[name])

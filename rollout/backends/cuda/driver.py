@@ -1,9 +1,7 @@
 """CudaDriver: calls of CUDA's virtual memory management, which torch does not offer.
 
 Opened by `rollout.backends.cuda.runtime`, used by `rollout.backends.cuda.vmm`. Reserves addresses
-and allocates device memory of the process.
-
-Source: CUDA driver API, "Virtual Memory Management".
+and allocates device memory of the process. Source: CUDA driver API, "Virtual Memory Management".
 """
 
 from __future__ import annotations
@@ -42,32 +40,31 @@ class AccessDesc(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver's functions as methods; addresses and handles are ints.
-
-    Every method raises MemoryError if memory was refused, and RuntimeError for any other error,
-    with the function's name and the driver's reason.
-    """
+    """The driver's functions as methods, with addresses and handles as ints. Every method raises
+    MemoryError if memory was refused, and RuntimeError for any other error, with the function's
+    name and the driver's reason."""
 
     def __init__(self, library: Any) -> None:
-        """`library`: a loaded libcuda, initialised by torch."""
+        """`library` is a loaded libcuda, initialised by torch."""
         self._library = library
 
     def has_virtual_memory(self, device: int) -> bool:
-        """Return whether the device supports virtual memory management, so all other methods."""
+        """Return whether the device supports virtual memory management, which all other methods
+        need."""
         answer = ctypes.c_int()
         attribute = ctypes.c_int(_HAS_VIRTUAL_MEMORY)
         self._call("cuDeviceGetAttribute", ctypes.byref(answer), attribute, ctypes.c_int(device))
         return bool(answer.value)
 
     def granularity(self, device: int) -> int:
-        """Return a number of bytes. All sizes and addresses must be multiples of it."""
+        """Return the number of bytes of which all sizes and addresses must be multiples."""
         size, prop = ctypes.c_size_t(), _prop(device)
         flags = ctypes.c_int(_MINIMUM)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), flags)
         return size.value
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve address space without memory. Returns its address."""
+        """Reserve address space without memory. Return its address."""
         address, no_flags = ctypes.c_uint64(), ctypes.c_uint64(0)
         anywhere, any_alignment = ctypes.c_uint64(0), ctypes.c_size_t(0)
         size = ctypes.c_size_t(num_bytes)
@@ -82,14 +79,14 @@ class CudaDriver:
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
 
     def create(self, num_bytes: int, device: int) -> int:
-        """Allocate device memory without an address. Returns its handle."""
+        """Allocate device memory without an address. Return its handle."""
         handle, prop = ctypes.c_uint64(), _prop(device)
         size, no_flags = ctypes.c_size_t(num_bytes), ctypes.c_uint64(0)
         self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(prop), no_flags)
         return handle.value
 
     def release(self, handle: int) -> None:
-        """Release a handle. Its memory is freed once it is unmapped."""
+        """Release a handle. Its memory is freed after it is unmapped."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:

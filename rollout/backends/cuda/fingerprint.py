@@ -1,7 +1,7 @@
-"""The fingerprint of `rollout.backends.ops.fingerprint`, computed in one pass over a tensor on a
-GPU, including the cast.
+"""The fingerprint of `rollout.backends.ops.fingerprint`, computed on a GPU.
 
-Used by `rollout.backends.cuda.ops`. Shape letters: P programs, B elements of a program.
+One pass over a tensor includes the cast. Used by `rollout.backends.cuda.ops`. Shape letters: P
+programs, B elements of a program.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _products(places_B, bits_B, SIZE: tl.constexpr):
 
 @triton.jit
 def _keys(words_B):
-    """Return the keys, uint64, of the words with these indices; see
-    `rollout.backends.ops.fingerprint`."""
+    """Return the keys, uint64, of the words with these indices (see
+    `rollout.backends.ops.fingerprint`)."""
     return _odd(2 * (words_B % NUM_COLUMNS)) * _odd(2 * (words_B // NUM_COLUMNS) + 1)
 
 
@@ -89,19 +89,16 @@ def _odd(numbers_B):
 
 
 def can_fingerprint(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `fingerprint` supports `x` and `dtype`: `x` is on a GPU, or kernels are
-    interpreted, and both dtypes are in TYPES."""
+    """Return whether `fingerprint` supports `x` and `dtype`. Both dtypes must be in TYPES, and `x`
+    must be on a GPU unless kernels are interpreted."""
     is_interpreted = not isinstance(fingerprint_kernel, triton.JITFunction)
     return (x.is_cuda or is_interpreted) and {x.dtype, dtype} <= TYPES.keys()
 
 
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
     """Return (hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device. The host
-    does not wait.
-
-    `places`: positions of x's elements in a larger tensor; None if `x` is a whole tensor. Takes two
-    launches, and a copy if `x` is not contiguous.
-    """
+    does not wait. `places` has the positions of x's elements in a larger tensor; None if `x` is a
+    whole tensor. Takes two launches, and a copy if `x` is not contiguous."""
     x = x.detach().contiguous()
     sums_P2 = torch.empty(triton.cdiv(x.numel(), BLOCK), 2, dtype=torch.int64, device=x.device)
     target, bits = TYPES[dtype]

@@ -1,7 +1,8 @@
-"""GraphExecutor: replay steps from graphs that were captured once for their shape.
+"""GraphExecutor: replays steps from graphs that were captured once for each shape.
 
-Made by `rollout.backends.cuda.backend` as the executor of the CUDA backend, unless graphs are
+Created by `rollout.backends.cuda.backend` as the executor of the CUDA backend, unless graphs are
 turned off. Owns the captured graphs and the device memory of their inputs.
+`rollout.backends.cuda.cuda_graph` implements GraphDevice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class CaptureError(Exception):
 
 
 class GraphDevice(Protocol):
-    """Captures and replays programs on a device. CudaGraphs implements it, and a fake in tests."""
+    """Captures and replays programs on a device. Implemented by CudaGraphs, and by a fake in
+    tests."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,12 +56,13 @@ class GraphDevice(Protocol):
         ...
 
     def capture(self, program: Callable[[], Ran]) -> tuple[Callable[[], None], Ran]:
-        """Run `program`, then capture it. Returns a function that replays it, and the program's
+        """Run `program`, then capture it. Return a function that replays it, and the program's
         result, whose tensors each replay writes. Raises CaptureError if the capture fails."""
         ...
 
     def forget(self) -> None:
-        """Release the memory of all graphs as far as possible. The caller has dropped them."""
+        """Release the memory of all graphs as far as possible, after the caller has dropped
+        them."""
         ...
 
     def download(self, result: StepOutput[Tensor]) -> Fetch:
@@ -82,12 +85,13 @@ class _Captured:
 
 
 class GraphExecutor:
-    """Implements `BackendExecutor`. A graph holds the whole step, from token ids to sampled tokens.
+    """`BackendExecutor` with graphs. A graph runs the whole step, from token ids to sampled tokens.
 
-    A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it fits
-    no shape whose logits take at most MAX_LOGIT_BYTES, if it draws no token, or if the capture of
-    its shape failed on any rank. Work that graphs leave out (`rollout.backends.cuda.uncaptured`)
-    is launched after the replay, from the graph's hidden states.
+    A shape is captured when a step first needs it, or by `warm_up`. A step runs eagerly if it draws
+    no token, if it fits no shape, or if the capture of its shape failed on any rank. Shapes whose
+    logits take more than MAX_LOGIT_BYTES are not used. Work that graphs leave out
+    (`rollout.backends.cuda.uncaptured`) is launched after the replay, from the graph's hidden
+    states.
     """
 
     overlaps = True
@@ -116,8 +120,8 @@ class GraphExecutor:
         return {"graphs": self._graphs.num_bytes, "inputs": num_inputs}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Drop the shapes whose logits are too large, and reserve memory for the inputs of the
-        others, with block tables of `max_blocks`."""
+        """Drop the shapes whose logits are too large. Reserve memory for the inputs of the
+        remaining shapes, with block tables of `max_blocks`."""
         self._graph_shapes = self._graph_shapes.within(MAX_LOGIT_BYTES, vocab_size)
         shapes = (
             *self._graph_shapes.decode,
@@ -153,12 +157,10 @@ class GraphExecutor:
         return self._graphs.download(program.draw(inputs, on_device, rows_LE))
 
     def warm_up(self, program: Program) -> int:
-        """Capture all shapes that are not captured yet, except shapes that score prompts.
-
-        Returns the number of successful captures. The largest shape comes first, so that the others
-        reuse its memory.
-        """
+        """Capture all shapes that are not captured yet, except shapes that score prompts. Return
+        the number of successful captures."""
         before = self.num_captures
+        # The largest shape first: smaller shapes reuse its memory.
         for shape in sorted(
             {*self._graph_shapes.decode, *self._graph_shapes.mixed}, key=_size, reverse=True
         ):
@@ -166,8 +168,8 @@ class GraphExecutor:
         return self.num_captures - before
 
     def after_resume(self, *, has_moved: bool) -> int:
-        """Drop all graphs if memory `has_moved`; else let the next step check one of them. Returns
-        the number of graphs dropped now."""
+        """Drop all graphs if memory `has_moved`. Otherwise let the next step check one graph.
+        Return the number of graphs dropped now."""
         num_dropped = len(self._captured) if has_moved else 0
         if has_moved:
             self._drop_graphs()
@@ -175,8 +177,8 @@ class GraphExecutor:
         return num_dropped
 
     def _graph_of(self, program: Program, shape: GraphShape) -> _Captured | None:
-        """Return the shape's graph, captured now if needed; None if the shape's steps must run
-        eagerly. A collective."""
+        """Return the shape's graph, captured now if needed. Return None if the shape's steps must
+        run eagerly. A collective."""
         if shape not in self._captured and self._may_capture(shape):
             captured = self._capture(program, shape)
             # A graph contains collectives: all ranks replay, or none does.
@@ -192,11 +194,9 @@ class GraphExecutor:
         return shape not in self._failed and len(self._failed) < _MAX_FAILED_CAPTURES
 
     def _capture(self, program: Program, shape: GraphShape) -> _Captured | None:
-        """Capture the shape. Returns None and logs the error if the capture fails.
-
-        The program first runs without capture, including its collectives. Errors of that run are
-        raised, as in any step.
-        """
+        """Capture the shape. Return None and log the error if the capture fails. The program first
+        runs without capture, including its collectives. Errors of that run are raised, as in any
+        step."""
         on_host = self._static.load(shape, None)
         on_device = self._static.on_device(shape)
         try:
@@ -214,11 +214,9 @@ class GraphExecutor:
             logger.warning("%d shapes were not captured: no more are tried", len(self._failed))
 
     def _check_replay(self, program: Program) -> None:
-        """Compare the replay of a step of padding with the same step run eagerly.
-
-        They differ if the graph reads memory that no longer holds the weights. All graphs are
-        dropped then, on all ranks.
-        """
+        """Compare the replay of a step of padding with the same step run eagerly. If they differ,
+        drop all graphs, on all ranks."""
+        # They differ if the graph reads memory that no longer holds the weights.
         self._is_doubtful = False
         shape = min(self._captured, key=_size)
         on_host = self._static.load(shape, None)
@@ -248,7 +246,7 @@ def _run(program: Program, host: StepInputs[HostArray], inputs: StepInputs[Tenso
 def _without_padding(
     result: StepOutput[Tensor], layout: StepLayout[HostArray], shape: GraphShape
 ) -> StepOutput[Tensor]:
-    """Return a graph's result without padding, and without log-probs if no sample wants them."""
+    """Return a graph's result without padding. Log-probs are left out if no sample wants them."""
     draws = StepOutput(samples=result.samples)
     samples = map_arrays(draws, lambda array_S: array_S[: len(layout.draws_S)]).samples
     if not layout.flags.any_logprobs:

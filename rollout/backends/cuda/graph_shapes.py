@@ -1,8 +1,7 @@
-"""GraphShape: the sizes of one captured step. GraphShapes: all shapes, and which of them a step
-uses.
+"""GraphShape: the sizes of one captured step. GraphShapes: all shapes of an engine.
 
-`rollout.backends.cuda.backend` makes them from the config; GraphExecutor and StaticInputs use them.
-Immutable.
+`rollout.backends.cuda.backend` creates them from the config. `rollout.backends.cuda.graph` chooses
+a step's shape, and `rollout.backends.cuda.static_inputs` lays out inputs by it. Immutable.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SAMPLES_PER_PREFILL_ROW = 8  # a prompt's prefill also draws the first token of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShape:
     """The largest step that a graph can run: rows that decode one token each, then rows that
-    prefill. `scores_prompts`: whether it can score prompt tokens."""
+    prefill. `scores_prompts` says whether the graph can score prompt tokens."""
 
     num_decode_rows: int
     num_prefill_rows: int = 0
@@ -36,8 +35,7 @@ class GraphShape:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, and so of logit rows to draw from: each row has at most one, from which
-        several samples may draw."""
+        """Number of rows, and of logit rows to draw from. Several samples can draw from one row."""
         return self.num_decode_rows + self.num_prefill_rows
 
     @property
@@ -55,7 +53,6 @@ class GraphShape:
         return vocab_size * (6 * self.num_rows + 4 * num_copied)
 
     def fits(self, inputs: StepInputs[HostArray]) -> bool:
-        """Return whether the step fits into this shape."""
         layout = inputs.layout
         num_decode_rows = layout.num_decode_rows
         return (
@@ -69,17 +66,15 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphShapes:
-    """All shapes of an engine, by kind of step, each in ascending order of size.
-
-    `decode`: steps without prefill. `mixed`: steps with decode and prefill. `scoring`: steps that
-    score prompts, which compute the hidden states of all their tokens to the end.
-    """
+    """All shapes of an engine, by kind of step, each in ascending order of size. `decode` has
+    shapes of steps without prefill. `mixed` has shapes of steps with decode and prefill."""
 
     decode: tuple[GraphShape, ...] = ()
     mixed: tuple[GraphShape, ...] = ()
 
     def smallest_for(self, inputs: StepInputs[HostArray]) -> GraphShape | None:
-        """Return the smallest shape that the step fits; None if it fits none, or draws no token."""
+        """Return the smallest shape that the step fits; None if it fits no shape or draws no
+        token."""
         layout = inputs.layout
         if not len(layout.draws_S):
             return None
@@ -105,11 +100,9 @@ class GraphShapes:
 
 
 def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> GraphShapes:
-    """Return at most `num_graphs` shapes. At most half of them, and `max_mixed`, are mixed shapes.
-
-    If `num_graphs` is None, returns shapes of all decode sizes up to `max_rows` rows, and
-    `max_mixed` mixed shapes.
-    """
+    """Return at most `num_graphs` shapes. At most half of them, and at most `max_mixed`, are mixed
+    shapes. If `num_graphs` is None, return shapes of all decode sizes up to `max_rows` rows, and at
+    most `max_mixed` mixed shapes."""
     sizes = _sizes(max_rows)
     num_mixed = max_mixed if num_graphs is None else min(max_mixed, num_graphs // 2)
     num_decode = len(sizes) if num_graphs is None else num_graphs - num_mixed
@@ -127,8 +120,8 @@ def make_graph_shapes(num_graphs: int | None, max_rows: int, max_mixed: int) -> 
 
 
 def _sizes(largest: int) -> list[int]:
-    """Return the row counts of decode shapes. They are so close that a step is padded by fewer than
-    16 rows, and by fewer than it has."""
+    """Return the row counts of decode shapes. A step is padded by fewer than 16 rows, and by fewer
+    rows than it has."""
     steps = (1, 2, 4, *range(8, 64, 8), *range(64, largest, 16))
     return sorted({size for size in steps if size < largest} | {largest})
 

@@ -1,8 +1,8 @@
 """Norms and the gated activation, as one Triton kernel each.
 
-Used by `rollout.backends.cuda.ops`, and by `rollout.backends.cuda.sampling` for strides. Computed
-in float32 and rounded where ReferenceOps rounds. Shape letters: R rows, D features of a row, N
-features of one half.
+Used by `rollout.backends.cuda.ops`. `rollout.backends.cuda.sampling` imports `with_unit_stride`.
+Computed in float32 and rounded where ReferenceOps rounds. Shape letters: R rows, D features of a
+row, N features of one half.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def add_rms_norm_kernel(
 
 @triton.jit
 def _scaled(x_D, num_features, eps):
-    """Return x / sqrt(mean(x^2) + eps); `x_D` is zero where masked."""
+    """Return x / sqrt(mean(x^2) + eps). `x_D` is zero where masked."""
     return x_D * tl.rsqrt(tl.sum(x_D * x_D) / num_features + eps)
 
 
@@ -91,7 +91,6 @@ def _load_weight(weight_ptr, offsets_D, mask_D):
 
 @triton.jit
 def _store_row(out_ptr, row, num_features, values_D, offsets_D, mask_D):
-    """Write a row of a contiguous matrix, in the matrix's dtype."""
     row_ptr = out_ptr + row.to(tl.int64) * num_features
     tl.store(row_ptr + offsets_D, values_D.to(out_ptr.dtype.element_ty), mask=mask_D)
 
@@ -113,9 +112,9 @@ def silu_mul_kernel(out_ptr, gate_up_ptr, num_features, row_stride, BLOCK: tl.co
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, rounds_first: bool = False) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, contiguous, in x's dtype.
 
-    `x` may be a view [T, H, D] with gaps between its rows. `rounds_first`: round to x's dtype
-    before the product with the weight, too, as most trainers' modules do. Source: Zhang and
-    Sennrich 2019, "Root mean square layer normalization", eq. 4.
+    `x` can be a view [T, H, D] with gaps between its rows. `rounds_first` also rounds to x's dtype
+    before the product with the weight, as most trainers' modules do. Source: Zhang and Sennrich
+    2019, "Root mean square layer normalization", eq. 4.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_features = x.shape[-1]

@@ -1,7 +1,8 @@
 """MemorySaverMemory: the memory kind "torch_memory_saver", by the package of that name.
 
-Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
-`MemoryBackend`. Released buffers keep their addresses.
+Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+use it through `MemoryBackend`. Released buffers keep their addresses. `scripts.check_extras`
+imports it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ _SMALLEST_SEGMENT, _SEGMENT_STEP = 20 << 20, 2 << 20
 
 
 class MemorySaverMemory(CudaMemory):
-    """Implements `MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
+    """`MemoryBackend` with the package torch-memory-saver (tested: 0.0.10).
 
-    `release` unmaps the device's pages from addresses that stay reserved; `restore` maps new pages.
-    The package hooks into torch's allocator. In a process that was started with the package's
-    library in LD_PRELOAD it uses that library instead.
+    `release` unmaps the device's pages from addresses that stay reserved, and `restore` maps new
+    pages. The package hooks into torch's allocator. In a process that was started with the
+    package's library in LD_PRELOAD it uses that library instead.
 
     If CUDA refuses memory, the package ends the process with exit(1). Free memory is checked first,
-    but another process may allocate it in between. VirtualMemory does not have this problem.
-
+    but another process can allocate it in between. VirtualMemory does not have this problem.
     Buffers that are not released keep their memory for the life of the process, also after this
     object is freed.
     """
@@ -59,7 +59,7 @@ class MemorySaverMemory(CudaMemory):
         return tensor
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory. Returns its bytes; 0 if it was released already."""
+        """Release the buffer's memory. Return its number of bytes; 0 if it was released already."""
         if name in self._released:  # a second pause would make the package end the process
             return 0
         self._runtime.synchronize()  # no kernel may use the pages while they are unmapped

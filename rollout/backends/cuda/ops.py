@@ -1,8 +1,8 @@
 """TritonOps: ReferenceOps with norms, activation, sampling, scoring and hashing in Triton.
 
-Made by `rollout.backends.cuda.backend` as the operations of the CUDA backend. Products are torch's
-(cuBLAS). Rotation is inherited, because `rollout.backends.cuda.append` rotates in its own kernel.
-Shape letters: P scored tokens, S sample rows, V vocabulary.
+Created by `rollout.backends.cuda.backend` as the operations of the CUDA backend. Products are
+torch's (cuBLAS). Rotation is inherited, because `rollout.backends.cuda.append` rotates in its own
+kernel. Shape letters: P scored tokens, S sample rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rollout.step.output import SampleResult, ScoreResult
 
 
 class TritonOps(ReferenceOps):
-    """Implements `Ops` on a GPU. Sampling and scoring without top-n do not make the host wait."""
+    """`Ops` on a GPU. Sampling and scoring without top-n do not make the host wait."""
 
     rounds_like_trainers = True
 
@@ -44,7 +44,7 @@ class TritonOps(ReferenceOps):
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
+        """Return (rms_norm(x + residual), x + residual). The arguments are not changed."""
         return triton_layers.add_rms_norm(x, residual, weight, eps, rounds_first=rounds_first)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -58,19 +58,17 @@ class TritonOps(ReferenceOps):
         return triton_sampling.sample(logits_SV, sampling)
 
     def score(self, logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-        """Return raw log-probs of the targets. With top-n, both are computed in torch."""
+        """Return raw log-probs of the targets. If top-n is asked for, everything is computed in
+        torch."""
         if top_n:
             return super().score(logits_PV, targets_P, top_n)
         return ScoreResult(logprobs_P=triton_sampling.score(logits_PV, targets_P))
 
     def fingerprint(self, x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
-        """Return (hash, number of non-finite values) of x.to(dtype).
-
-        A tensor on the host is copied to the GPU first, which is faster than hashing it on the
-        host; the result is then on the GPU.
-        """
+        """Return (hash, number of non-finite values) of x.to(dtype). A tensor on the host is copied
+        to the GPU first, if there is one. The result is then on the GPU."""
         if not x.is_cuda and torch.cuda.is_available():
-            x = x.to("cuda")
+            x = x.to("cuda")  # faster than hashing on the host
         if not triton_fingerprint.can_fingerprint(x, dtype):
             return super().fingerprint(x, dtype, places)
         return triton_fingerprint.fingerprint(x, dtype, places)

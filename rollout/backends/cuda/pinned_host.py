@@ -1,7 +1,7 @@
 """PinnedHostArena: one reusable, page-locked host buffer that grows by chunks.
 
-Made by `rollout.backends.cuda.backend`. The KV cache and weight memory offload to it, through
-`HostArena`.
+Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+offload to it, through `HostArena`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,9 @@ _CHUNK_BYTES = 64 << 20  # locking a page costs more than copying it
 
 
 class PinnedHostArena:
-    """Implements `HostArena` with a page-locked anonymous mapping.
-
-    One call locks the whole mapping, because CUDA refuses a copy that spans two locked ranges. To
-    grow, the arena makes a new mapping; it grows by at least a quarter, to whole chunks, so that
-    this is rare. Views outlive `release` as pageable memory. Locked pages cannot be freed one by
-    one.
-    """
+    """`HostArena` with a page-locked anonymous mapping. The arena grows by at least a quarter, to
+    whole chunks, with a new mapping. Views outlive `release` as pageable memory. Locked pages
+    cannot be freed one by one."""
 
     def __init__(self, runtime: CudaRuntime, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._runtime, self._chunk_bytes = runtime, chunk_bytes
@@ -34,7 +30,7 @@ class PinnedHostArena:
 
     def reserve(self, num_bytes: int) -> Tensor:
         """Return a flat uint8 view of the first `num_bytes`. Growing the arena loses its contents.
-        Raises ConfigError if memory is short or cannot be page-locked; the arena is then empty."""
+        Raises ConfigError if memory is short or cannot be page-locked. The arena is then empty."""
         if self._locked_N is None or num_bytes > self._locked_N.numel():
             wanted = max(num_bytes, self.num_bytes * 5 // 4)
             self.release()  # first, so that the two mappings never exist together
@@ -48,12 +44,12 @@ class PinnedHostArena:
         return 0 if self._locked_N is None else self._locked_N.numel()
 
     def discard(self, start: int, end: int) -> int:
-        """Free the whole arena if [start, end) covers all bytes of the latest `reserve`. Returns
-        the number of bytes freed."""
+        """Free the whole arena if [start, end) covers all bytes of the latest `reserve`. Return the
+        number of bytes freed."""
         return self.release() if start <= 0 and end >= self._num_asked else 0
 
     def release(self) -> int:
-        """Wait for copies from and to the arena, and free it. Returns the number of bytes freed."""
+        """Wait for copies from and to the arena, and free it. Return the number of bytes freed."""
         num_bytes = self.num_bytes
         if self._unlock is not None:
             self._unlock()
@@ -63,6 +59,7 @@ class PinnedHostArena:
     def _locked(self, num_bytes: int) -> Tensor:
         """Return new page-locked memory. Raises ConfigError if it cannot be locked."""
         memory_N = map_bytes("host arena", num_bytes).tensor
+        # One lock for the whole mapping: CUDA refuses a copy that spans two locked ranges.
         if num_bytes:
             try:
                 self._runtime.pin(memory_N)

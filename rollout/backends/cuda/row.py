@@ -1,7 +1,8 @@
-"""Triton functions on one row of logits, called by the kernels of
-`rollout.backends.cuda.sampling_kernels` and `rollout.backends.cuda.truncation_kernels`.
+"""Triton functions on one row of logits.
 
-Shape letters: C chunks of a row, E elements of one block (logits or chunks).
+Called by the kernels of `rollout.backends.cuda.sampling_kernels` and
+`rollout.backends.cuda.truncation_kernels`. Shape letters: C chunks of a row, E elements of one
+block (logits or chunks).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ PROCESSED: tl.constexpr = tl.constexpr(MODE_CODES["processed"])
 
 @triton.jit
 def row_scale(temperature_ptr, mode_ptr, row):
-    """Return (1 / temperature, or 1 if the row is greedy; whether the row reports raw log-probs;
-    whether the row is greedy)."""
+    """Return (1 / temperature, whether the row reports raw log-probs, whether the row is greedy).
+    The first is 1 if the row is greedy."""
     temperature = tl.load(temperature_ptr + row)
     is_greedy = temperature == 0.0
     is_raw = (tl.load(mode_ptr + row) == RAW) | is_greedy
@@ -43,8 +44,8 @@ def load_statistics(ptr, row, num_chunks, other, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_masses(max_C, largest, mass_ptr, row, num_chunks, inverse, CHUNKS: tl.constexpr):
-    """Return sums of exp((x - largest) / temperature) per chunk, float64, from the stored sums,
-    which are relative to each chunk's own maximum. `inverse`: 1 / temperature."""
+    """Return sums of exp((x - largest) / temperature) per chunk, float64. `mass_ptr` has sums
+    relative to each chunk's own maximum `max_C`. `inverse` is 1 / temperature."""
     mass_C = load_statistics(mass_ptr, row, num_chunks, 0.0, CHUNKS)
     # exp in float32: a chunk has mass if and only if the weight of its largest logit is above 0.
     return tl.exp((max_C - largest) * inverse).to(tl.float64) * mass_C
@@ -66,10 +67,8 @@ def first(is_match_E, SIZE: tl.constexpr):
 @triton.jit
 def locate(mass_E, target, SIZE: tl.constexpr):
     """Return the first index with mass whose cumulative mass exceeds the target, and the target
-    minus the mass before this index.
-
-    If rounding put the target at or above the sum, returns the last index with mass.
-    """
+    minus the mass before this index. If rounding put the target at or above the sum, return the
+    last index with mass."""
     offsets_E = tl.arange(0, SIZE)
     cumulative_E = tl.cumsum(mass_E)
     # A parallel sum need not be monotonic to the last bit. Without the first condition, an index

@@ -1,7 +1,8 @@
 """CudaRuntime: one CUDA device's memory operations, through torch, libcudart and libcuda.
 
-Used by `rollout.backends.cuda.backend`, by the four memory kinds of a CUDA device, which extend
-CudaMemory, by `rollout.backends.cuda.pinned_host` and by `rollout.backends.shared_buffer`.
+Used by `rollout.backends.cuda.backend`, by the memory kinds (`device_memory`, `memory_saver`,
+`unified`, `vmm`), which extend CudaMemory, by `rollout.backends.cuda.pinned_host` and by
+`rollout.backends.shared_buffer`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rollout.errors import ConfigError
 
 
 class CudaRuntime:
-    """Memory operations of one device. The constructor initializes CUDA, and raises ConfigError if
-    torch sees no CUDA device."""
+    """Memory operations of one device. Creating it initializes CUDA. Raises ConfigError if torch
+    sees no CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
@@ -71,7 +72,7 @@ class CudaRuntime:
 
     def tensor_at(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> Tensor:
         """Return a flat uint8 tensor over the memory at this address. `free(pointer)` is called
-        when the tensor's last view is gone, or if this raises."""
+        after the tensor's last view is gone, or if this raises."""
         owned = OwnedBytes(pointer, num_bytes, free)
         try:
             return self._as_tensor(owned)
@@ -80,7 +81,7 @@ class CudaRuntime:
             raise
 
     def managed_tensor(self, num_bytes: int) -> Tensor:
-        """Return a flat uint8 tensor of managed memory, freed with its last view. Contents are
+        """Return a flat uint8 tensor of managed memory, freed with its last view. Its contents are
         undefined. Raises MemoryError if memory is short."""
         with self.as_current():
             pointer = self._cudart.malloc_managed(num_bytes)
@@ -88,10 +89,8 @@ class CudaRuntime:
 
     def exported_tensor(self, num_bytes: int) -> tuple[Tensor, bytes]:
         """Return a flat uint8 tensor of device memory, and a handle to open it in other processes.
-
-        The memory is freed with its last view. Contents are undefined. Raises MemoryError if memory
-        is short.
-        """
+        The memory is freed with its last view. Its contents are undefined. Raises MemoryError if
+        memory is short."""
         with self.as_current():
             pointer = self._cudart.malloc(num_bytes)
             owned = OwnedBytes(pointer, num_bytes, self._cudart.free)
@@ -102,8 +101,8 @@ class CudaRuntime:
                 raise
 
     def opened_tensor(self, handle: bytes, num_bytes: int) -> Tensor:
-        """Return memory that another process has exported, as a flat uint8 tensor. It is closed
-        with its last view. Raises RuntimeError if it is gone, or belongs to this process."""
+        """Return memory that another process has exported, as a flat uint8 tensor, closed with its
+        last view. Raises RuntimeError if the memory is gone, or belongs to this process."""
         with self.as_current():
             pointer = self._cudart.ipc_open(handle)
             return self.tensor_at(pointer, num_bytes, self._cudart.ipc_close)
@@ -113,7 +112,7 @@ class CudaRuntime:
         self._move(tensor, self.device.index)
 
     def move_to_host(self, tensor: Tensor) -> None:
-        """Move all pages of a managed tensor to host memory. This frees the device's pages."""
+        """Move all pages of a managed tensor to host memory, which frees the device's pages."""
         self._move(tensor, HOST)
 
     def pin(self, tensor: Tensor) -> None:
@@ -154,12 +153,12 @@ class CudaRuntime:
 
 
 class OwnedBytes:
-    """Owner of memory of CUDA. The tensor that torch makes from its `__cuda_array_interface__`
-    keeps it alive."""
+    """Owner of memory of CUDA. A tensor that torch makes from `__cuda_array_interface__` keeps the
+    owner alive."""
 
     def __init__(self, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
-        """`free`: called once with the pointer, when the last view is gone or `self.free` is
-        called."""
+        """`free` is called once with the pointer, after the last view is gone or by
+        `self.free()`."""
         self.pointer = pointer
         self.free = weakref.finalize(self, free, self.pointer)
         self.free.atexit = False  # other views may be in use until the process ends
@@ -172,7 +171,8 @@ class OwnedBytes:
 
 
 class CudaMemory:
-    """Base class of the memory kinds of a CUDA device: their runtime, and their buffers by name."""
+    """Base class of the memory kinds of a CUDA device, with their runtime and their buffers by
+    name."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime
@@ -184,8 +184,8 @@ class CudaMemory:
 
 
 def _loaded_cudart() -> ctypes.CDLL:
-    """Return the libcudart that torch uses, because another copy would have its own state. Raises
-    ConfigError if torch loaded none."""
+    """Return the libcudart that torch uses. Raises ConfigError if torch loaded none."""
+    # Another copy would have its own state.
     major = str(torch.version.cuda).partition(".")[0]
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
@@ -200,7 +200,7 @@ def _loaded_cudart() -> ctypes.CDLL:
 
 def require_free(runtime: CudaRuntime, name: str, num_bytes: int) -> None:
     """Raise ConfigError, with both figures, unless the device has `num_bytes` free for a buffer.
-    May empty the cache of torch's own allocator."""
+    Empties the cache of torch's allocator if memory is short."""
     if num_bytes > runtime.free_bytes():
         runtime.empty_cache()
     free = runtime.free_bytes()

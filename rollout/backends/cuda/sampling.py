@@ -39,11 +39,8 @@ LIST_CHUNK = 1024
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-    """Draw one token per row by inverse CDF, with its log-prob if `sampling.any_logprobs`.
-
-    The results are those of `rollout.backends.ops.sampling`, without top-n. The flags for greedy
-    rows are ignored: the kernels read each row's temperature.
-    """
+    """Draw one token per row by inverse CDF, with its log-prob if `sampling.any_logprobs`. The
+    results are those of `rollout.backends.ops.sampling`, without top-n."""
     assert not sampling.top_n, "batches with top-n are sampled in torch"
     num_rows, device = logits_SV.shape[0], logits_SV.device
     result = SampleResult(

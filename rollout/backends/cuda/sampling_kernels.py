@@ -37,10 +37,8 @@ def chunk_statistics_kernel(
     CHUNK: tl.constexpr,
 ):
     """Store one chunk's largest logit, the sum of exp((x - largest) / temperature), and a raw sum.
-
     The largest is NaN if there is a NaN. The raw sum is of exp(x - largest) in rows that report raw
-    log-probs; in other rows it equals the first sum.
-    """
+    log-probs. In other rows it equals the first sum."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, is_raw, _ = row_scale(temperature_ptr, mode_ptr, row)
     logits_ptr += row.to(tl.int64) * row_stride
@@ -80,11 +78,9 @@ def draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Draw one row's token. Stores the token, whether the row is finite, and the log-prob.
-
-    CHUNKS: `num_chunks` rounded up to a power of two. Without TRUNCATES the pointers from
-    `kept_mass_ptr` to `min_p_ptr` are None.
-    """
+    """Draw one row's token. Store the token, whether the row is finite, and the log-prob. CHUNKS is
+    `num_chunks` rounded up to a power of two. Without TRUNCATES the pointers from `kept_mass_ptr`
+    to `min_p_ptr` are None."""
     row = tl.program_id(0)
     inverse, is_raw, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
     logits_ptr += row.to(tl.int64) * row_stride
@@ -120,7 +116,7 @@ def draw_kernel(
 
 @triton.jit
 def score_kernel(logprob_ptr, target_ptr, logits_ptr, row_stride, vocabulary, CHUNK: tl.constexpr):
-    """Store log_softmax of one row at its target. It is NaN for a target outside the vocabulary."""
+    """Store log_softmax of one row at its target; NaN for a target outside the vocabulary."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride
     largest = -float("inf")

@@ -1,7 +1,6 @@
 """StaticInputs: the device memory from which captured graphs read their inputs.
 
 GraphExecutor in `rollout.backends.cuda.graph` loads each step's inputs into it before a replay.
-
 Shape letters: T tokens, R rows, E = R + 1, M blocks per table, L logit rows, S samples, P scored
 tokens.
 """
@@ -40,11 +39,9 @@ _FLAGS = SamplingFlags(
 
 
 class StaticInputs:
-    """One buffer on the device for all inputs, so that a step needs one copy.
-
-    Each shape divides the buffer in its own way. There are two host buffers, so that a step's
-    inputs can be written while the previous step's inputs are still being copied.
-    """
+    """One buffer on the device for all inputs, so that a step needs one copy. Each shape divides
+    the buffer in its own way. There are two host buffers, so that a step's inputs can be written
+    while the previous step's inputs are still being copied."""
 
     def __init__(
         self,
@@ -53,8 +50,8 @@ class StaticInputs:
         device: torch.device,
         pinned: Callable[[int], Tensor],
     ) -> None:
-        """`max_blocks`: length of the longest block table. `pinned`: allocates page-locked host
-        memory, flat uint8."""
+        """`max_blocks` is the length of the longest block table. `pinned` allocates page-locked
+        host memory, flat uint8."""
         self._max_blocks = max_blocks
         num_bytes = max((self._num_bytes(shape) for shape in shapes), default=0)
         self._device_place = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -74,11 +71,9 @@ class StaticInputs:
     def load(
         self, shape: GraphShape, inputs: StepInputs[HostArray] | None
     ) -> StepInputs[HostArray]:
-        """Pad the step's inputs to the shape and start their copy to the device.
-
-        Padding tokens belong to row 0 and write to block 0, which is scratch. If `inputs` is None,
-        the step is padding alone. Returns the padded inputs on the host.
-        """
+        """Pad the step's inputs to the shape, start their copy to the device, and return the padded
+        inputs on the host. Padding tokens belong to row 0 and write to block 0, which is scratch.
+        If `inputs` is None, the step is padding alone."""
         self._host_index = 1 - self._host_index
         place = self._host_places[self._host_index]
         arrays = self._divided.get((shape, self._host_index))

@@ -1,13 +1,13 @@
-"""Triton kernels of top-k, top-p and min-p, launched by `rollout.backends.cuda.sampling`;
-`rollout.backends.cuda.sampling_kernels` calls `kept_weights`.
+"""Triton kernels of top-k, top-p and min-p, launched by `rollout.backends.cuda.sampling`.
 
-They find a threshold for each row by a histogram instead of a sort. Tokens are ranked by (logit
-descending, id ascending), so top-k and then top-p keep all logits above a threshold, and the lowest
-ids of the logits equal to it. Three launches find it. The first sums count and mass of each row's
-logits in bins, by their distance from the largest. The second lists the logits of the bins in which
-the threshold must lie. The third searches the list. Masses are integers, so that sums do not depend
-on their order. Shape letters: S sample rows, V vocabulary, C chunks of a row, E logits of one
-chunk, B bins.
+`rollout.backends.cuda.sampling_kernels` calls `kept_weights`. The kernels find a threshold for each
+row by a histogram instead of a sort. Tokens are ranked by (logit descending, id ascending). So
+top-k and then top-p keep all logits above a threshold, and the lowest ids of the logits equal to
+it. Three launches find the threshold. The first sums count and mass of each row's logits in bins,
+by their distance from the largest logit. The second lists the logits of the bins in which the
+threshold must lie. The third searches the list. Masses are integers, so that sums do not depend on
+their order. Shape letters: S sample rows, V vocabulary, C chunks of a row, E logits of one chunk, B
+bins.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ def histogram_kernel(
     histogram_ptr, max_ptr, logits_ptr, row_stride, vocabulary, num_chunks, temperature_ptr,
     mode_ptr, top_k_ptr, top_p_ptr, unit, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Add one chunk of one row to the row's histogram, which the caller has set to zero.
-
-    `unit`: the integer that stands for a mass of 1. Does nothing for a row that neither top-k nor
-    top-p cuts. Logits of -inf are not counted.
-    """
+    """Add one chunk of one row to the row's histogram, which the caller has set to zero. `unit` is
+    the integer for a mass of 1. Does nothing for a row that neither top-k nor top-p cuts. Logits of
+    -inf are not counted."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     inverse, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     if (has_k | has_p) == 0:
@@ -60,11 +58,9 @@ def candidates_kernel(
     temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Append one chunk's ids in the bins that may hold the row's threshold to the row's list.
-
-    The list has any order, and ROOM ids at most. The last number of the row's histogram counts all
-    such ids, also those without room.
-    """
+    """Append one chunk's ids in the bins that can hold the row's threshold to the row's list. The
+    list has any order, and at most ROOM ids. The last number of the row's histogram counts all such
+    ids, also ids without room."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     _, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     if (has_k | has_p) == 0:
@@ -93,11 +89,9 @@ def threshold_kernel(
     row_stride, vocabulary, num_chunks, temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, unit,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Store one row's threshold, `last_tie` and largest logit.
-
-    Top-k and top-p keep logits above the threshold, and logits equal to it up to the id `last_tie`.
-    Searches the row's list, or the whole row if more than ROOM ids were counted.
-    """
+    """Store one row's threshold, `last_tie` and largest logit. Top-k and top-p keep logits above
+    the threshold, and logits equal to it up to the id `last_tie`. Searches the row's list, or the
+    whole row if more than ROOM ids were counted."""
     row = tl.program_id(0)
     inverse, has_k, has_p = _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary)
     largest = maximum(load_statistics(max_ptr, row, num_chunks, -float("inf"), CHUNKS))
@@ -200,7 +194,7 @@ def kept_weights(
 
 @triton.jit
 def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
-    """Return (1 / temperature; whether top-k cuts the row; whether top-p cuts it)."""
+    """Return (1 / temperature, whether top-k cuts the row, whether top-p cuts the row)."""
     inverse, _, is_greedy = row_scale(temperature_ptr, mode_ptr, row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     has_k = (top_k > 0) & (top_k < vocabulary) & (is_greedy == 0)
@@ -209,7 +203,7 @@ def _cuts(temperature_ptr, mode_ptr, top_k_ptr, top_p_ptr, row, vocabulary):
 
 @triton.jit
 def _bin_of(x_E, largest):
-    """Return each logit's bin; bin 0 is next to the largest logit. Logits that are not finite get a
+    """Return each logit's bin. Bin 0 is next to the largest logit. Logits that are not finite get a
     valid bin, too."""
     bits_E = (largest - x_E).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum((bits_E >> _BIN_SHIFT) - _FIRST_BIN, 0), _BINS - 1)
@@ -229,13 +223,11 @@ def _part_of(top_p, mass):
 
 @triton.jit
 def _bins_of_thresholds(row_ptr, top_k_ptr, top_p_ptr, row, has_k, has_p):
-    """Return the bins that may hold the threshold, and sums of the bins before them.
-
-    Returns (first bin, last bin, count and mass of the bins before the first, mass of the row,
-    whether top-k cuts the row). The last is computed again without logits of -inf. Top-p is a share
-    of the mass that top-k keeps. Here only a lower bound of this mass is known: the mass of the
-    bins before the k-th token's.
-    """
+    """Return the bins that can hold the threshold, and sums of the bins before them. Returns (first
+    bin, last bin, count and mass of the bins before the first, mass of the row, whether top-k cuts
+    the row). The last value is computed again without logits of -inf."""
+    # Top-p is a share of the mass that top-k keeps. Here only a lower bound of this mass is known:
+    # the mass of the bins before the k-th token's bin.
     bins_B = tl.arange(0, _BINS)
     mass_B = tl.load(row_ptr + bins_B)
     count_B = tl.load(row_ptr + _BINS + bins_B)
@@ -271,8 +263,8 @@ def _load_in_bins(
     logits_ptr, candidates_ptr, is_list, size, start, first_bin, last_bin, largest,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return CHUNK logits from `start` on, of the list or else of the row; -inf for logits outside
-    the bins."""
+    """Return CHUNK logits from `start` on, of the list or else of the row; -inf outside the
+    bins."""
     x_E, _ = _load_listed(logits_ptr, candidates_ptr, is_list, size, start, CHUNK)
     bin_E = _bin_of(x_E, largest)
     return tl.where((bin_E >= first_bin) & (bin_E <= last_bin), x_E, -float("inf"))
@@ -283,12 +275,11 @@ def _search(
     logits_ptr, candidates_ptr, is_list, size, first_bin, last_bin, largest, inverse, unit, low,
     goal, BY_MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest logit such that at least `goal` logits are equal to it or larger.
-
-    With BY_MASS, their mass must be at least `goal`. `low` must fulfil this. Bisects values, not
-    ranks. Each pass moves a bound onto an existing logit, so that the search ends with an exact
-    logit.
-    """
+    """Return the largest logit such that at least `goal` logits are equal to it or larger. With
+    BY_MASS, the mass of these logits must be at least `goal`. `low` must be a number for which the
+    condition holds."""
+    # Bisects values, not ranks. Each pass moves a bound onto an existing logit, so that the search
+    # ends with an exact logit.
     high = largest
     while low < high:
         middle = 0.5 * low + 0.5 * high
@@ -342,7 +333,7 @@ def _nth_tie(
     logits_ptr, candidates_ptr, is_list, size, vocabulary, threshold, num_ties, CHUNK: tl.constexpr
 ):
     """Return the id up to which there are `num_ties` logits equal to the threshold, by bisection.
-    Returns the vocabulary size, after one pass, if there are no more than `num_ties`."""
+    Return the vocabulary size if there are no more than `num_ties`."""
     low = tl.zeros([], tl.int32) - 1  # up to this id there are fewer than `num_ties`
     high = tl.zeros([], tl.int32) + vocabulary
     middle = high - 1

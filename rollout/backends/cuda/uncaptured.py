@@ -1,9 +1,8 @@
-"""Work that graphs leave out, because every replay would pay for it: drawing samples with top-n,
-ranks or processed logits, and scoring prompts.
+"""Work that graphs leave out: draws with top-n, ranks or processed logits, and scores of prompts.
 
-Used by `rollout.backends.cuda.graph`, which runs this work after the replay and merges the results.
-
-Shape letters: S samples of the step, K samples that are drawn again; L logit rows.
+In a graph, every replay would pay for this work. `rollout.backends.cuda.graph` runs it after the
+replay and merges the results. Shape letters: S samples of the step, K samples that are drawn again,
+L logit rows.
 """
 
 from __future__ import annotations
@@ -19,22 +18,18 @@ from rollout.step.output import SampleResult, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class UncapturedWork:
-    """The work that a graph leaves out of a step: K draws, and scores.
-
-    `inputs`: inputs of `Program.draw`; `logit_indices_L` index the hidden states that the graph
-    writes. `samples`: indices of the K samples in the step.
-    """
+    """The work that a graph leaves out of a step: K draws, and scores. `inputs` are for
+    `Program.draw`, and their `logit_indices_L` index the hidden states that the graph writes.
+    `samples` has the indices of the K samples in the step."""
 
     inputs: StepInputs[HostArray]
     samples: HostArray
 
 
 def uncaptured_work(inputs: StepInputs[HostArray], num_drawn_rows: int) -> UncapturedWork | None:
-    """Return the draws and scores to run after the graph of a step; None if there are none.
-
-    `num_drawn_rows`: the graph's hidden states have this many rows for draws; rows for scores
-    follow.
-    """
+    """Return the draws and scores to run after the graph of a step; None if there are none. The
+    first `num_drawn_rows` rows of the graph's hidden states are for draws. Rows for scores
+    follow."""
     layout, processing = inputs.layout, inputs.processing
     asks_more_S, num_scores = layout.asks_more_S, len(layout.score_targets_P)
     if processing is None and not num_scores and not asks_more_S.any():
@@ -78,11 +73,11 @@ def _draws(
 
 
 def merge_results(result: StepOutput, more: StepOutput, samples: HostArray) -> StepOutput:
-    """Return a graph's `result` merged with the results `more` of the work that it left out.
+    """Return a graph's `result` merged with the results `more` of the work that the graph left out.
 
-    `samples`: indices of the samples that were drawn again. They take all numbers from `more`, so
-    that a token's log-prob equals its entry in the top-n exactly. Arrays that only `more` has are
-    zero for the other samples.
+    `samples` has the indices of the samples that were drawn again. All their numbers come from
+    `more`, so that a token's log-prob equals its entry in the top-n exactly. Arrays that only
+    `more` has are zero for other samples.
     """
     merged = _merged(result.samples, more.samples, samples) if len(samples) else result.samples
     return replace(result, samples=merged, scores=more.scores)

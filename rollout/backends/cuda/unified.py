@@ -1,7 +1,7 @@
 """UnifiedMemory: the memory kind "unified", managed buffers that move between host and device.
 
-Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
-`MemoryBackend`. Released buffers keep their addresses.
+Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+use it through `MemoryBackend`. Released buffers keep their addresses.
 """
 
 from __future__ import annotations
@@ -13,27 +13,24 @@ from rollout.errors import ConfigError
 
 
 class UnifiedMemory(CudaMemory):
-    """Implements `MemoryBackend` with memory that the host and the device share.
-
-    A released buffer lies in host memory: `release` takes as many bytes of host memory as it frees
-    on the device, and each move is a copy. Use VirtualMemory if host memory is short. CUDA has no
-    call that frees managed pages everywhere and keeps their addresses: discarded pages stay until
-    the driver needs them, and madvise has no effect on them.
-    """
+    """`MemoryBackend` with memory that the host and the device share. A released buffer is in host
+    memory. So `release` takes as many bytes of host memory as it frees on the device, and each move
+    is a copy. Use VirtualMemory if host memory is short."""
 
     has_stable_addresses = True
 
     def __init__(self, runtime: CudaRuntime) -> None:
         super().__init__(runtime)
+        # CUDA has no call that frees managed pages everywhere and keeps their addresses: discarded
+        # pages stay until the driver needs them, and madvise has no effect on them.
         self._moved_out: set[str] = set()  # buffers in host memory, or anywhere if a move failed
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
-        """Return a new flat uint8 tensor, zero-filled.
-
-        Raises ConfigError if the device has fewer bytes free. CUDA would allocate more than that,
-        but pages would then move at every step, which can hang a device.
-        """
+        """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if the device has fewer
+        bytes free."""
         assert name not in self._tensors, f"buffer {name!r} exists"
+        # CUDA would allocate more than that, but pages would then move at every step, which can
+        # hang a device.
         require_free(self._runtime, name, num_bytes)
         try:
             tensor = self._runtime.managed_tensor(num_bytes)
@@ -47,7 +44,7 @@ class UnifiedMemory(CudaMemory):
         return tensor
 
     def release(self, name: str) -> int:
-        """Move the buffer to host memory. Returns its number of bytes."""
+        """Move the buffer to host memory. Return its number of bytes."""
         tensor = self._tensors[name]
         self._moved_out.add(name)
         self._runtime.move_to_host(tensor)

@@ -1,8 +1,9 @@
 """VirtualMemory: the memory kind "vmm", by CUDA's virtual memory management.
 
-Made by `rollout.backends.cuda.backend`. The KV cache and weight memory use it through
-`MemoryBackend`. It is CUDA's default memory kind, unless `kv_cache_management_mode` is "persist" or
-`unified_memory_level` is set. Released buffers keep their addresses.
+Created by `rollout.backends.cuda.backend`. `rollout.worker.kv_cache` and `rollout.weights.memory`
+use it through `MemoryBackend`. "vmm" is CUDA's default memory kind, unless
+`kv_cache_management_mode` is "persist" or `unified_memory_level` is set. Released buffers keep
+their addresses.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from rollout.errors import ConfigError
 
 
 class VirtualMemory(CudaMemory):
-    """Implements `MemoryBackend` with CUDA's virtual memory management.
+    """`MemoryBackend` with CUDA's virtual memory management.
 
     A buffer's addresses are reserved once, for the life of its tensors. `release` unmaps and frees
-    its memory. `restore` maps new memory at the addresses, so that captured graphs stay valid.
-    Torch does not allocate the memory, so torch's allocator settings, such as expandable segments,
-    have no effect. If memory is short, torch's cache is emptied. If that is not enough, the call
-    raises and changes no buffer.
+    its memory. `restore` maps new memory at the same addresses, so that captured graphs stay valid.
+    Torch's allocator settings, such as expandable segments, have no effect on this memory. If
+    memory is short, torch's cache is emptied. If that is not enough, the call raises and changes no
+    buffer.
     """
 
     has_stable_addresses = True
@@ -55,7 +56,7 @@ class VirtualMemory(CudaMemory):
         return tensor.zero_()
 
     def release(self, name: str) -> int:
-        """Release the buffer's memory. Returns its bytes; 0 if it was released already."""
+        """Release the buffer's memory. Return its number of bytes; 0 if it was released already."""
         region = self._regions[name]
         if not region.is_backed:
             return 0
@@ -105,11 +106,11 @@ class _Region:
 
     @property
     def is_backed(self) -> bool:
-        """Whether memory is allocated; after a failed call it may not be mapped."""
+        """Whether memory is allocated. After a failed call it can be allocated but not mapped."""
         return self._handle is not None
 
     def back(self) -> None:
-        """Allocate and map memory. Raises MemoryError or RuntimeError; the region then has no
+        """Allocate and map memory. Raises MemoryError or RuntimeError, and then the region has no
         memory."""
         if self._is_usable:
             return
@@ -137,7 +138,6 @@ class _Region:
             self._handle = None
 
     def free(self) -> None:
-        """Free the memory and the addresses."""
         self.unback()
         self._driver.free_reserved(self.address, self.num_bytes)
 

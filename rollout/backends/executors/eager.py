@@ -1,7 +1,7 @@
-"""EagerExecutor: run each step's program directly, without graphs.
+"""EagerExecutor: runs each step's program directly, without graphs.
 
-Made by `rollout.backends.cpu.backend`, by `rollout.backends.cuda.backend` if graphs are off, and by
-`rollout.backends.cuda.graph` for steps that no graph fits. Keeps the latest step's layout on the
+Created by `rollout.backends.cpu.backend`, by `rollout.backends.cuda.backend` if graphs are off, and
+by `rollout.backends.cuda.graph` for steps that no graph fits. Keeps the latest step's layout on the
 device.
 """
 
@@ -25,7 +25,7 @@ from rollout.backends.step_tensors import (
 
 
 class EagerExecutor:
-    """Implements `BackendExecutor`. On a CPU the step is finished when `launch` returns."""
+    """`BackendExecutor` without graphs. On a CPU the step is finished when `launch` returns."""
 
     num_captures = 0
 
@@ -44,7 +44,7 @@ class EagerExecutor:
         return {"inputs": sum(getattr(on_device, name).nbytes for name in LAYOUT_TYPES)}
 
     def prepare(self, max_blocks: int, vocab_size: int) -> None:
-        """Do nothing: no memory is reserved."""
+        """No-op: no memory is reserved."""
 
     def warm_up(self, program: Program) -> int:
         """Return 0: there are no graphs."""

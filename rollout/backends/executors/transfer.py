@@ -1,4 +1,4 @@
-"""Copy a step's arrays to the device, and its results back to the host.
+"""Copies a step's arrays to the device, and its results back to the host.
 
 Used by `rollout.backends.executors.eager`, `rollout.backends.cuda.graph` and
 `rollout.backends.cuda.cuda_graph`.
@@ -32,12 +32,9 @@ _ALIGNMENT = 16  # bytes
 def upload(
     inputs: StepInputs[HostArray], layout: StepLayout[Tensor] | None, device: torch.device
 ) -> StepInputs[Tensor]:
-    """Return the inputs as tensors on the device. `layout`: the inputs' layout on the device; None
-    copies it, too.
-
-    On a CPU the tensors share the arrays' memory. Otherwise all arrays go in one copy, and the host
-    does not wait for it.
-    """
+    """Return the inputs as tensors on the device. `layout` is the inputs' layout on the device. If
+    it is None, the layout is copied, too. On a CPU the tensors share the arrays' memory. On a GPU
+    all arrays go in one copy, and the host does not wait for it."""
     if device.type == "cpu":
         return _with_tensors(inputs, layout, torch.from_numpy)
     arrays: list[HostArray] = []
@@ -52,7 +49,7 @@ def _with_tensors(
     tensor_of: Callable[[HostArray], Any],
 ) -> StepInputs[Tensor]:
     """Return the inputs with each array replaced by `tensor_of(array)`, called in a fixed order.
-    The layout becomes `layout`; if that is None, its arrays are replaced, too."""
+    The new layout is `layout`. If `layout` is None, the layout's arrays are replaced, too."""
     own: Any = {name: tensor_of(getattr(inputs, name)) for name in INPUT_TYPES}
     if layout is None:
         of_layout: Any = {name: tensor_of(getattr(inputs.layout, name)) for name in LAYOUT_TYPES}
@@ -76,8 +73,8 @@ def _in_one_copy(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
 def sent_together(
     arrays: list[HostArray], allocate: Callable[[int], Tensor], send: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Pack the arrays into one host buffer of `allocate` and `send` it. Returns the arrays as views
-    of what `send` returns."""
+    """Pack the arrays into one host buffer of `allocate` and `send` the buffer. Return the arrays
+    as views of the result of `send`."""
     starts, end = [], 0
     for array in arrays:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)

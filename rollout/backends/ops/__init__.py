@@ -1,1 +1,2 @@
-"""Device operations in plain torch: the reference of `Ops`, and what several backends share."""
+"""Device operations in plain torch: the reference of `Ops`, and functions that several backends
+share."""

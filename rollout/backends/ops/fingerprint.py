@@ -1,19 +1,21 @@
 """A tensor's fingerprint: a hash of its elements' bits, and the number of non-finite elements.
 
-This file defines it and computes it in torch, for `rollout.backends.ops.reference`;
-`rollout.backends.cpu.ops` and `rollout.backends.cuda.fingerprint` compute the same numbers faster.
-`rollout.weights` compares the fingerprints of an update's sender and receivers, and
-`rollout.layers.shard` makes Places.
+This file defines the fingerprint and computes it in torch. `rollout.backends.ops.reference` calls
+it. `rollout.backends.cpu.ops` and `rollout.backends.cuda.fingerprint` compute the same numbers
+faster. `rollout.weights` and `rollout_vllm.executor` compare fingerprints of a weight update's
+sender and receivers. `rollout.layers.shard` creates Places.
 
 The bytes of x.to(dtype), in row-major order, are read as little-endian words of 32 bits w_0, w_1,
-..., the last filled with zeros. The hash is the sum of w_j key(j) modulo 2^64, where key(j) =
-odd(2 (j % 512)) odd(2 (j // 512) + 1) and odd(n) is SplitMix64's n-th number (Steele, Lea and Flood
-2014), made odd. Devices may add the products in any order. A change of one word always changes the
-hash, since keys are odd. Changes of several words leave the hash equal with a probability of 2^-64
-if they are random, and of 2^-32 in the worst case, where only the highest bits of two words change.
-The hash detects errors, but not an attacker who chooses the bytes. Equal values give equal
-fingerprints on every device, except for a NaN that a cast makes: its bits depend on the device. The
-fingerprints of a tensor's parts, each with its Places, add up to the tensor's fingerprint.
+..., and the last word is filled with zeros. The hash is the sum of w_j key(j) modulo 2^64. There,
+key(j) = odd(2 (j % 512)) odd(2 (j // 512) + 1), and odd(n) is SplitMix64's n-th number (Steele, Lea
+and Flood 2014), made odd. The products can be added in any order.
+
+A change of one word always changes the hash, since keys are odd. Random changes of several words
+leave the hash equal with a probability of 2^-64. The worst case is a change of only the highest
+bits of two words, with 2^-32. The hash detects errors, but not an attacker who chooses the bytes.
+Equal values give equal fingerprints on every device. The exception is a NaN that a cast makes,
+whose bits depend on the device. The fingerprints of a tensor's parts, each with its Places, add up
+to the tensor's fingerprint.
 """
 
 from __future__ import annotations
@@ -38,10 +40,8 @@ _CHUNK = 1 << 16  # elements: intermediate results stay in a core's cache
 
 
 class Places(NamedTuple):
-    """Positions of a part's elements in the whole tensor, both in row-major order.
-
-    Element k of the part is at first + (k // row_length) * row_stride + k % row_length.
-    """
+    """Positions of a part's elements in the whole tensor, both in row-major order. Element k of the
+    part is at first + (k // row_length) * row_stride + k % row_length."""
 
     first: int
     row_length: int
@@ -51,9 +51,9 @@ class Places(NamedTuple):
 def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> Tensor:
     """Return (hash, number of non-finite values) of x.to(dtype), int64 [2] on x's device.
 
-    `places`: positions of x's elements in a larger tensor; None if `x` is a whole tensor. Needs
-    constant memory if `x` is contiguous. Raises KeyError for a float `dtype` that EXPONENT_BITS
-    lacks.
+    `places` has the positions of x's elements in a larger tensor; None if `x` is a whole tensor.
+    Needs constant memory if `x` is contiguous. Raises KeyError for a float `dtype` that
+    EXPONENT_BITS lacks.
     """
     total = torch.zeros(2, dtype=torch.int64, device=x.device)
     for position, values in chunks(x, dtype, _CHUNK):
@@ -70,8 +70,8 @@ def fingerprint(x: Tensor, dtype: torch.dtype, places: Places | None = None) -> 
 
 
 def chunks(x: Tensor, dtype: torch.dtype, size: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield chunks of at most `size` elements, as pairs of the first element's index and the
-    values, cast to `dtype` and contiguous."""
+    """Yield chunks of at most `size` elements, as pairs: the first element's index, and the values,
+    cast to `dtype` and contiguous."""
     flat = x.detach().reshape(-1)
     for position in range(0, flat.numel(), size):
         # A view of every other column, say, is flat without a copy, but has gaps.
@@ -94,8 +94,7 @@ def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
-    """Return the hash of elements of `itemsize` bytes at `positions`. `bits`: int64, sign-extended
-    or not."""
+    """Return the hash of elements of `itemsize` bytes at `positions`. `bits` is int64."""
     if itemsize == 8:
         low, high = bits & 0xFFFF_FFFF, _shifted(bits, 32)
         return (low * _keys(2 * positions)).sum() + (high * _keys(2 * positions + 1)).sum()
@@ -105,7 +104,8 @@ def _hash(bits: Tensor, positions: Tensor, itemsize: int) -> Tensor:
 
 
 def _keys(words: Tensor) -> Tensor:
-    """Return the keys of words with indices `words`. Torch multiplies modulo 2^64."""
+    """Return the keys of words with indices `words`."""
+    # Torch multiplies modulo 2^64.
     return _odd(2 * (words % NUM_COLUMNS)) * _odd(2 * (words // NUM_COLUMNS) + 1)
 
 

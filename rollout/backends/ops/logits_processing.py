@@ -3,7 +3,7 @@
 Used by `rollout.worker.model_runner`. Computes in torch on any device. Definitions and order are
 vLLM's: allowed ids, then biases and forbidden ids, then the repetition penalty over prompt and
 output, then the frequency and presence penalties over the output. Shape letters: S sample rows, V
-vocabulary, P history positions, N top-n; LogitsInputs explains its own letters.
+vocabulary, P history positions, N top-n. LogitsInputs explains its own letters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def sample_processed(
     inputs: LogitsInputs[Tensor],
     history_QP: Tensor,
 ) -> SampleResult[Tensor]:
-    """Draw K samples again from their processed logits. Returns `plain` with their new results.
+    """Draw the samples of `inputs` again, from processed logits. Return `plain` with their new
+    results.
 
-    `plain`: the result of `ops.sample(logits, sampling)`, which all other samples keep. In the
+    `plain` is the result of `ops.sample(logits, sampling)`, which all other samples keep. In the
     modes raw and temperature, and at temperature 0, log-probs are of the logits before processing.
-    A sample is finite if its logits are finite both before and after processing. `history_QP`: the
-    tokens of the Q samples with penalties.
+    A sample is finite if its logits are finite both before and after processing. `history_QP` has
+    the tokens of the Q samples with penalties.
     """
     samples_K = inputs.samples_K
     logits_KV = logits_SV.index_select(0, samples_K).float()
@@ -76,15 +77,16 @@ def sample_processed(
 def _as_in_top(
     logprobs_U: Tensor, token_ids_U: Tensor, top_ids_UN: Tensor, top_logprobs_UN: Tensor
 ) -> Tensor:
-    """Return the log-probs, replaced by the top-n's value for tokens that are in the top-n, so that
-    both report the same number."""
+    """Return the log-probs. A token in the top-n gets the top-n's value, so that both report the
+    same number."""
     is_token_UN = top_ids_UN == token_ids_U.unsqueeze(1)
     of_token_U = torch.where(is_token_UN, top_logprobs_UN, 0).sum(1)
     return torch.where(is_token_UN.any(1), of_token_U, logprobs_U)
 
 
 def process_logits(logits_KV: Tensor, inputs: LogitsInputs[Tensor], history_QP: Tensor) -> Tensor:
-    """Apply allowed ids, biases and penalties to `logits_KV`, float32, in place. Returns it."""
+    """Apply allowed ids, biases and penalties to `logits_KV`, float32, in place. Return
+    `logits_KV`."""
     if inputs.limited_A.numel():
         at_C, ids_C = inputs.allowed_at_C, inputs.allowed_ids_C
         limited_AV = logits_KV[inputs.limited_A]
@@ -112,11 +114,9 @@ def _penalized(
     num_prompt_Q1: Tensor,
     penalties_Q3: Tensor,
 ) -> Tensor:
-    """Return the logits with penalties for the tokens of the histories.
-
-    The cost grows with the histories, not with the vocabulary. A token's new logit is computed once
-    for each of its positions; all results are equal.
-    """
+    """Return the logits with penalties for the tokens of the histories."""
+    # The cost grows with the histories, not with the vocabulary. A token's new logit is computed
+    # once for each of its positions, always with the same result.
     positions_P = torch.arange(history_QP.shape[1], device=history_QP.device)
     is_known_QP = positions_P < lengths_Q1
     is_output_QP = is_known_QP & (positions_P >= num_prompt_Q1)

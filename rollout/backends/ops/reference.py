@@ -1,8 +1,9 @@
 """ReferenceOps: every operation of `Ops` in plain torch, on any device.
 
-It defines the results. The CPU and CUDA backends inherit from ReferenceOps or its base TorchOps the
-operations that they do not compute faster; torch attention uses it as its default, and tests
-compare all backends with it.
+ReferenceOps defines the results, and tests compare all backends with it. TritonOps
+(`rollout.backends.cuda.ops`) extends ReferenceOps, and CpuOps (`rollout.backends.cpu.linear_ops`)
+extends TorchOps. Both override operations that they compute faster.
+`rollout.backends.cpu.torch_sdpa` uses ReferenceOps by default.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head dim, K in features, N out
 features, V vocabulary, S sample rows, P scored tokens.
@@ -37,19 +38,17 @@ class DenseLinear:
 
 
 class TorchOps:
-    """All operations of `Ops` except the matrix products, which subclasses define with handles of
-    their own."""
+    """All operations of `Ops` except the matrix products, which subclasses define with their own
+    handles."""
 
     rounds_like_trainers = False
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, *, rounds_first: bool = False
     ) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype.
-
-        Computed in float32. `rounds_first`: round to x's dtype also before the product with the
-        weight. Source: Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4.
-        """
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype. Computed in
+        float32. `rounds_first` also rounds to x's dtype before the product with the weight. Source:
+        Zhang and Sennrich 2019, "Root mean square layer normalization", eq. 4."""
         x_f32 = x.float()
         normed = x_f32 * torch.rsqrt(x_f32.square().mean(-1, keepdim=True) + eps)
         if rounds_first:
@@ -58,9 +57,8 @@ class TorchOps:
 
     def layer_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight over the last dim, in x's dtype.
-
-        Computed in float32. Source: Ba et al. 2016, "Layer normalization", eq. 4, without a bias.
-        """
+        Computed in float32. Source: Ba et al. 2016, "Layer normalization", eq. 4, without a
+        bias."""
         return F.layer_norm(x.float(), x.shape[-1:], weight.float(), eps=eps).to(x.dtype)
 
     def add_rms_norm(
@@ -72,7 +70,7 @@ class TorchOps:
         *,
         rounds_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(x + residual), x + residual); the arguments are not changed."""
+        """Return (rms_norm(x + residual), x + residual). The arguments are not changed."""
         total = x + residual
         return self.rms_norm(total, weight, eps, rounds_first=rounds_first), total
 
@@ -84,11 +82,9 @@ class TorchOps:
         sin_TD: Tensor,
         rounding: RotaryRounding = "once",
     ) -> tuple[Tensor, Tensor]:
-        """Return heads whose pairs (i, i + D/2) are rotated by the token's angles.
-
-        cos and sin span the whole head dim. Source: Su et al. 2021, "RoFormer", eq. 34, with the
-        pairs of GPT-NeoX.
-        """
+        """Return heads whose pairs (i, i + D/2) are rotated by the token's angles. `cos_TD` and
+        `sin_TD` span the whole head dim. Source: Su et al. 2021, "RoFormer", eq. 34, with the pairs
+        of GPT-NeoX."""
         if rounding != "once":
             cos_TD, sin_TD = (angles.to(q_THD.dtype) for angles in (cos_TD, sin_TD))
         if rounding == "angles":
@@ -96,7 +92,7 @@ class TorchOps:
         return _rotate(q_THD, cos_TD, sin_TD), _rotate(k_TGD, cos_TD, sin_TD)
 
     def linear(self, x_TK: Tensor, handle: Any) -> Tensor:
-        """Return x @ weight.T + bias, [T, N]. Subclasses must define it."""
+        """Return x @ weight.T + bias, [T, N]. Subclasses must define this method."""
         raise NotImplementedError
 
     def linear_float32(self, x_TK: Tensor, handle: Any) -> Tensor:
@@ -154,7 +150,7 @@ def _rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class ReferenceOps(TorchOps):
-    """Implements `Ops`. TritonOps of the CUDA backend overrides operations that it does faster."""
+    """`Ops` in plain torch."""
 
     def prepare_linear(
         self, weight_NK: Tensor, bias_N: Tensor | None = None, *, may_repack: bool = False
@@ -168,7 +164,7 @@ class ReferenceOps(TorchOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Do nothing: there is one product."""
+        """No-op: there is one product."""
 
     def explain(self) -> str:
         """Return "": there is one product."""
@@ -184,14 +180,14 @@ class ReferenceOps(TorchOps):
         """Return None: nothing is packed."""
 
     def refresh(self, handle: DenseLinear, staged: None = None) -> None:
-        """Do nothing: the handle refers to the weight itself."""
+        """No-op: the handle refers to the weight itself."""
 
     def repacked(self, handle: DenseLinear) -> RepackedWeight | None:
         """Return None: nothing is packed."""
         return None
 
     def release(self, handle: DenseLinear) -> None:
-        """Do nothing: there is no packed copy."""
+        """No-op: there is no packed copy."""
 
     def packed(self, handle: DenseLinear) -> Any:
         """Return None: there is no packed copy."""

@@ -1,9 +1,7 @@
 """A mixture's experts in torch: tokens sorted by expert, one product for each expert's tokens.
 
-Used by TorchOps in `rollout.backends.ops.reference`.
-
-Shape letters: T tokens, K experts of a token, A = T * K assignments of a token to an expert, N
-experts, E hidden size, F expert size, G = 2 F.
+Used by TorchOps in `rollout.backends.ops.reference`. Shape letters: T tokens, K experts of a token,
+A = T * K assignments of a token to an expert, N experts, E hidden size, F expert size, G = 2 F.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ def routed_experts(
     experts: ExpertWeights,
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
-    """Return each token's weighted sum over its experts, [T, E]; see `Ops.experts`.
+    """Return each token's weighted sum over its experts, [T, E], as `Ops.experts` does.
 
-    `gate` is the activation between the two products. If torch has a grouped product for these
-    tensors (see `can_group`), it is used, and the host does not wait. Else a loop runs over the
-    experts in use, or over all experts while a CUDA graph is captured.
+    `gate` is the activation between the two products. If `can_group` returns True, torch's grouped
+    product is used, and the host does not wait. Otherwise a loop runs over the experts in use, or
+    over all experts while a CUDA graph is captured.
     """
     if can_group(x_TE, experts):
         return _sum(x_TE, ids_TK, weights_TK, experts, grouped, gate)
@@ -94,7 +92,7 @@ def _sum(
     gate: Callable[[GatedActivation, Tensor], Tensor],
 ) -> Tensor:
     """Return each token's weighted sum of its experts' outputs, [T, E]. `product_of(ids_A, N)`
-    makes the Product for sorted ids."""
+    returns the Product for sorted ids."""
     ids_A, order_A = ids_TK.flatten().sort(stable=True)
     product = product_of(ids_A, len(experts.down_NEF))
     x_AE = x_TE.index_select(0, order_A // ids_TK.shape[1])

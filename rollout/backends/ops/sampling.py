@@ -1,11 +1,11 @@
 """Sampling and scoring with log-probs in a few passes over the logits, in torch on any device.
 
-Used by TorchOps in `rollout.backends.ops.reference`, so on a CPU without compiled kernels and on a
-GPU for batches with top-n; and by `rollout.worker.model_runner` for ranks.
+Used by TorchOps in `rollout.backends.ops.reference`: on a CPU without compiled kernels, and on a
+GPU for batches with top-n. Also used by `rollout.worker.model_runner` for ranks.
 
-A token is drawn by inverting the cumulative distribution at the row's own uniform number: weights
-are float32, their sums over blocks of 128 and all cumulative sums float64. This costs one exp per
-logit, where noise per token (Gumbel-max) would add a hash and two logarithms.
+A token is drawn by inverting the cumulative distribution at the row's own uniform number. Weights
+are float32, and sums of weights over blocks of 128 and cumulative sums are float64. This costs one
+exp per logit. Noise per token (Gumbel-max) would add a hash and two logarithms.
 
 Shape letters: S sample rows, P scored tokens, R rows of one chunk, V vocabulary, B blocks, N top-n.
 """
@@ -30,11 +30,12 @@ _CHUNK_ELEMENTS = 1 << 19  # 2 MiB of float32: small enough to stay in cache, fe
 
 
 def sample(logits_SV: Tensor, sampling: SamplingBatch) -> SampleResult[Tensor]:
-    """Draw one token per row, with its log-prob and top-n in the row's mode.
+    """Draw one token per row, with its log-prob and top-n in the row's mode if `sampling` asks for
+    them.
 
-    Rows at temperature 0 take the largest logit, the lowest id among equals. A row whose largest
-    logit is not finite (a NaN, +inf, or only -inf) gets is_finite False, token 0 and meaningless
-    log-probs. A token of zero probability is never drawn.
+    Rows at temperature 0 take the largest logit, and among equal logits the lowest id. A row whose
+    largest logit is not finite (a NaN, +inf, or only -inf) gets is_finite False, token 0 and
+    meaningless log-probs. A token of zero probability is never drawn.
     """
     parts = [
         _sample_chunk(logits_SV[start:end].float(), sampling.select(slice(start, end)))
@@ -58,7 +59,7 @@ def concatenated(parts: Sequence[Part]) -> Part:
 
 
 def score(logits_PV: Tensor, targets_P: Tensor, top_n: int) -> ScoreResult[Tensor]:
-    """Return log_softmax(logits)[target] of each row and, unless `top_n` is 0, its top-n."""
+    """Return log_softmax(logits)[target] of each row, and its top-n unless `top_n` is 0."""
     parts = []
     for start, end in _chunks(logits_PV):
         logits_RV = logits_PV[start:end].float()
@@ -85,16 +86,18 @@ def token_ranks(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
 
 
 def _chunks(logits_SV: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the row ranges to compute one after the other, or one empty range without rows. On a
-    CPU a range fits in cache; elsewhere there is one range."""
+    """Yield the ranges of rows to compute one after the other. Without rows, yield one empty
+    range."""
     num_rows, vocabulary = logits_SV.shape
+    # On a CPU a range fits into the cache; on a GPU there is one range.
     step = max(1, _CHUNK_ELEMENTS // vocabulary) if logits_SV.device.type == "cpu" else num_rows
     for start in range(0, max(num_rows, 1), max(step, 1)):
         yield start, min(start + step, num_rows)
 
 
 class _Drawn(NamedTuple):
-    """Drawn tokens, and the log of the weights' sum, which normalises log-probs at temperature."""
+    """Drawn tokens, and logarithms of the weights' sums, which normalise log-probs at
+    temperature."""
 
     token_ids_R: Tensor
     norm_R: Tensor  # over all tokens
@@ -209,11 +212,8 @@ def _draw(weights_RW: Tensor, uniforms_R: Tensor) -> tuple[Tensor, Tensor]:
 
 def _locate(masses_RB: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first index whose cumulative mass exceeds the target, and the target minus the
-    mass before this index.
-
-    The index always has mass: a target that rounding put at or above the sum gets the last index
-    with mass.
-    """
+    mass before this index. The index always has mass. If rounding put a target at or above the sum,
+    the last index with mass is returned."""
     cumulative_RB = masses_RB.cumsum(1)
     target_R1 = target_R.unsqueeze(1)
     index_R1 = torch.searchsorted(cumulative_RB, target_R1, right=True)

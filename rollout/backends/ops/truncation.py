@@ -1,11 +1,9 @@
 """Truncation: the tokens that top-k, then top-p, then min-p keep, by probability at temperature.
 
 Used by `rollout.backends.ops.sampling`, and by `trainer_hooks.doctor.sampling_causes` to recompute
-a draw.
-
-Top-k and top-p rank tokens by (logit descending, id ascending). So among equal logits they keep the
-lowest ids, and top-k keeps exactly k tokens. Shape letters: R rows, V vocabulary, C leading
-candidates in rank order.
+a draw. Top-k and top-p rank tokens by (logit descending, id ascending). So among equal logits the
+lowest ids are kept, and top-k keeps exactly k tokens. Shape letters: R rows, V vocabulary, C
+leading candidates in rank order.
 """
 
 from __future__ import annotations
@@ -24,13 +22,14 @@ def keep_mask(
     top_p_R: Tensor,
     min_p_R: Tensor,
 ) -> Tensor:
-    """Return which tokens may be drawn, bool [R, V]. A row's most probable token always may be.
+    """Return which tokens may be drawn, bool [R, V]. A row's most probable token is always kept.
 
-    `weights_RV` are exp((logit - max) / temperature), so a row's largest is 1. top_k keeps the k
-    best tokens. top_p renormalises these and keeps the smallest set whose mass reaches p, including
-    the token that crosses p. min_p drops tokens below min_p times the largest probability. Each is
-    off at 0; top_k also at V and above, top_p at 1 and above. Source of top-p: Holtzman et al.
-    2020, "The curious case of neural text degeneration".
+    `weights_RV` are exp((logit - max) / temperature), so a row's largest weight is 1. `top_k_R`
+    keeps the k best tokens. `top_p_R` renormalises their probabilities and keeps the smallest set
+    whose mass reaches p, including the token that crosses p. `min_p_R` drops tokens below min_p
+    times the largest probability. Each filter is off at 0. Top-k is also off at V and above, and
+    top-p at 1 and above. Source of top-p: Holtzman et al. 2020, "The curious case of neural text
+    degeneration".
     """
     vocabulary = logits_RV.shape[1]
     k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)

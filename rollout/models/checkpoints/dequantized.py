@@ -1,8 +1,8 @@
 """Dequantized: a quantised checkpoint, read as if its tensors had been saved unquantised.
 
 Used by `rollout.models.checkpoints.loading` for fp8 and mxfp4 directories. Shape letters: X experts
-(may be absent), N rows, K columns, P blocks of rows, Q blocks of columns, G blocks of a row,
-B bytes of a block.
+(optional), N rows, K columns, P blocks of rows, Q blocks of columns, G blocks of a row, B bytes of
+a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MXFP4_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 class _Entry(NamedTuple):
-    """A tensor to yield under `name`: the checkpoint's tensors `source` and `scales` of it.
+    """A tensor to yield under `name`, made from the checkpoint's tensors `source` and `scales`.
     `scales` is None for a tensor that is not quantised."""
 
     name: str
@@ -39,18 +39,14 @@ class _Entry(NamedTuple):
 
 
 class Dequantized:
-    """The tensors of `checkpoint` under their unquantised names; implements TensorsByName.
-
-    Tensors are read one by one. Quantised ones are dequantised in float32 and then cast to `dtype`;
-    the others keep their own dtypes.
-    """
+    """The tensors of `checkpoint` under their unquantised names; implements TensorsByName. Tensors
+    are read one by one. Quantised tensors are dequantised in float32 and then cast to `dtype`.
+    Other tensors keep their dtypes."""
 
     def __init__(self, checkpoint: Checkpoint, method: str, dtype: torch.dtype) -> None:
-        """Match tensors with their scales. `method` is FP8 or MXFP4.
-
-        Raises ModelError for scales without their tensor, for mxfp4 blocks without scales, and for
-        a tensor that is there both plain and quantised.
-        """
+        """Match tensors with their scales. `method` is FP8 or MXFP4. Raises ModelError for scales
+        without their tensor, for mxfp4 blocks without scales, and for a tensor that comes both
+        plain and quantised."""
         self._shards, self._dtype = checkpoint.shards, dtype
         self._paths = {n: path for path, names in checkpoint.shards.items() for n in names}
         entries = _fp8_entries(self._paths) if method == FP8 else _mxfp4_entries(self._paths)
@@ -58,7 +54,7 @@ class Dequantized:
         self._dequantize = _dequantize_fp8 if method == FP8 else _dequantize_mxfp4
 
     def keys(self) -> Collection[str]:
-        """Return the unquantised names of all tensors; scales have none."""
+        """Return the unquantised names of all tensors. Scales are not listed."""
         return [entry.name for entry in self._entries.values()]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -117,8 +113,8 @@ def _mxfp4_entries(names: Collection[str]) -> Iterator[_Entry]:
 def _dequantize_fp8(
     name: str, values_XNK: Tensor, scales_XPQ: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return each value times the scale of its block, [..., N, K] in `dtype`. Blocks at the ends
-    may be smaller. Raises ModelError if dtypes or shapes do not fit."""
+    """Return each value times the scale of its block, [..., N, K] in `dtype`. Blocks at the end of
+    a row or column can be smaller. Raises ModelError if dtypes or shapes do not fit."""
     if values_XNK.dtype != torch.float8_e4m3fn:
         raise ModelError(
             f"{name!r} has scales, but its dtype is {values_XNK.dtype}, not {torch.float8_e4m3fn}"
@@ -153,8 +149,8 @@ def _dequantize_fp8(
 def _dequantize_mxfp4(
     name: str, blocks_XNGB: Tensor, scales_XNG: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the values of all experts, [X, K, N] in `dtype`: transposed, because live modules have
-    inputs before outputs. Raises ModelError if dtypes or shapes do not fit."""
+    """Return the values of all experts, transposed to [X, K, N], in `dtype`. Raises ModelError if
+    dtypes or shapes do not fit."""
     for kind, tensor in (("blocks", blocks_XNGB), ("scales", scales_XNG)):
         if tensor.dtype != torch.uint8:
             raise ModelError(f"the {kind} of {name!r} have dtype {tensor.dtype}, not torch.uint8")
@@ -173,4 +169,4 @@ def _dequantize_mxfp4(
         exponents_NG = scales_NG.int() - _MXFP4_BIAS
         part = torch.ldexp(values[pairs.int()], exponents_NG[..., None])
         plain_NK.copy_(part.view(num_rows, -1))
-    return plain_XNK.transpose(1, 2)
+    return plain_XNK.transpose(1, 2)  # live modules have inputs before outputs

@@ -1,8 +1,7 @@
-"""Functions that name a Hugging Face model directory, and say what keeps a path from being one.
+"""Error texts and names for paths that should be Hugging Face model directories.
 
-Used by `rollout.models.checkpoints.loading`, `rollout.cli.models` and `rollout_vllm.engine` for
-their errors, and by `rollout.cli.models` and `rollout.serve.server` for names. Imports no torch, so
-that a command line is answered at once.
+Used by `rollout.models.checkpoints.loading`, `rollout.cli.models`, `rollout.serve.server` and
+`rollout_vllm.engine`. Imports no torch, so that command lines answer at once.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def fault_of_directory(path: str | Path) -> str | None:
-    """Return the reason why `path` has no model, with the remedy. Returns None if it is a directory
-    with config.json. The text begins with `path`, to follow "model="."""
+    """Return why `path` has no model, and a remedy; None if it is a directory with config.json. The
+    text begins with `path`, so that it can follow "model="."""
     text, directory = str(path), Path(path)
     if directory.is_dir():
         if (directory / "config.json").is_file():
@@ -45,5 +44,5 @@ def fault_of_directory(path: str | Path) -> str | None:
 
 
 def name_of_directory(path: str | Path) -> str:
-    """Return the last part of the directory's absolute path, so that "." has a name, too."""
+    """Return the last part of the directory's absolute path, so that "." also gets a name."""
     return os.path.basename(os.path.abspath(path))

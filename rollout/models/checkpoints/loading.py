@@ -1,8 +1,8 @@
 """Builds a CausalLM from a directory, a transformers model, a ModelSpec or another CausalLM.
 
-`build_model` and `save_hf_directory`, which writes a directory, are public. The worker
-(`rollout.worker.loading`) calls `open_model`. `rollout.tensor_parallel.start` calls `spec_of` and
-`without_shards`, and `rollout.apis.fleet_processes` calls `without_shards`.
+The public functions are `build_model` and `save_hf_directory`. `rollout.worker.loading` calls
+`open_model`. `rollout.tensor_parallel.start` calls `spec_of` and `without_shards`, and
+`rollout.apis.fleet_processes` calls `without_shards`. Only `save_hf_directory` writes files.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def build_model(
 ) -> CausalLM:
     """Return a model ready for `CausalLM.prepare`. `source` is not changed.
 
-    A Hugging Face directory is loaded. A transformers model is copied. A spec gets random weights
-    from `seed`. A CausalLM that already has the dtype and device is returned itself, any other is
-    copied. `dtype` "auto" takes the dtype of a spec, of a directory's config (or of its embeddings,
-    if the config has no dtype), or of a module's first parameter. Sharded parameters are gathered
-    in the order of their names: a collective of all ranks. Raises ModelError for any other source,
-    and for weights that do not fit their config.
+    A Hugging Face directory is loaded. A transformers model is copied. A ModelSpec gets random
+    weights from `seed`. A CausalLM that already has the dtype and device is returned itself, any
+    other CausalLM is copied. `dtype` "auto" means the dtype of the spec, of the directory's config,
+    or of the module's first parameter. If the config has no dtype, the directory's embeddings set
+    it. Sharded parameters are gathered in the order of their names, a collective of all ranks.
+    Raises ModelError for any other source, and for weights that do not fit their config.
     """
     model, fill = open_model(source, dtype=dtype, device=device, seed=seed)
     if fill is not None:
@@ -63,12 +63,12 @@ def open_model(
 ) -> tuple[CausalLM, Fill | None]:
     """Return a model with undefined weights, and a function that fills them in.
 
-    If `source` is itself returned, its weights are defined and the function is None. `source`,
+    If the result is `source` itself, its weights are defined and the function is None. `source`,
     `dtype`, `device` and `seed` are as in `build_model`. The model is the part that rank `rank` of
-    `size` tensor-parallel ranks keeps. The caller may move the parameters before it calls the
-    function. Until then weights on a CPU take no memory, because pages that were never written are
-    not resident. Both this call and the function may raise ModelError.
+    `size` tensor-parallel ranks keeps. The caller can move the parameters before calling the
+    function. This call and the function can raise ModelError.
     """
+    # Unfilled weights on a CPU take no memory: pages that were never written are not resident.
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
     if isinstance(source, ModelSpec):
         model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
@@ -84,14 +84,14 @@ def spec_of(
     source: str | Path | nn.Module | ModelSpec, dtype: torch.dtype | str = "auto"
 ) -> ModelSpec:
     """Return the spec of the model that `build_model` would return. Raises ModelError for a source
-    that has none."""
+    that has no spec."""
     if isinstance(source, ModelSpec):
         return _with_dtype(source, dtype)
     return _contents_of(source, dtype)[0]
 
 
 def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, TensorsByName, str]:
-    """Return the spec, all weights, and the source's name in errors."""
+    """Return the spec, all weights, and the source's name for error messages."""
     if isinstance(source, str | Path):
         return _of_directory(Path(source), dtype)
     if isinstance(source, CausalLM):
@@ -107,21 +107,17 @@ def _contents_of(source: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, Tens
 
 def without_shards(source: Any, dtype: torch.dtype | str) -> Any:
     """Return `source`, or a CausalLM with its gathered weights if `source` is a sharded module.
-
-    Call this before `source` is sent to another process, which could not gather its parameters.
-    Gathering is a collective of all ranks. Raises ModelError as `build_model` does.
-    """
+    Call this before `source` is sent to another process, which cannot gather its parameters.
+    Gathering is a collective of all ranks. Raises ModelError as `build_model` does."""
     if isinstance(source, nn.Module) and any(map(is_sharded, source.parameters())):
         return build_model(source, dtype=dtype)
     return source
 
 
 def save_hf_directory(model: CausalLM, path: str | Path) -> None:
-    """Write config.json and model.safetensors to `path`, for transformers and `build_model`.
-
-    Tied weights are written once. Raises ModelError if no Hugging Face config can express the spec,
-    and on a rank of a group, which does not have all weights.
-    """
+    """Write config.json and model.safetensors to `path`, for transformers and `build_model`. Tied
+    weights are written once. Raises ModelError if no Hugging Face config can express the spec, and
+    on a rank of a group, which does not have all weights."""
     weights = {name: values.contiguous() for name, values in model.read_weights().items()}
     if model.spec.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -143,7 +139,7 @@ def _of_directory(
 
 
 def _own_spec(model: CausalLM) -> ModelSpec:
-    """Return the model's spec with its parameters' current dtype; they may have been cast."""
+    # Parameters can have been cast since the model was built.
     return replace(model.spec, dtype=model.model.embed_tokens.weight.dtype)
 
 
@@ -168,8 +164,8 @@ def _of_transformers(model: Any, dtype: torch.dtype | str) -> tuple[ModelSpec, T
 
 
 def _is_transformers_model(source: object) -> bool:
-    """Return whether `source` has the attributes of a transformers model. transformers is optional
-    and slow to import, so it is not imported."""
+    """Return whether `source` has the attributes of a transformers model."""
+    # transformers is optional and slow to import, so it is not imported.
     config = getattr(source, "config", None)
     has_config = hasattr(config, "to_dict") and hasattr(config, "model_type")
     return has_config and hasattr(source, "named_parameters")

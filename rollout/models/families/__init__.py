@@ -1,1 +1,1 @@
-"""Model families: one file with a Family of each; `registry` finds them by `model_type`."""
+"""Model families: one file with a Family each. `registry` finds a Family by `model_type`."""

@@ -1,5 +1,6 @@
-"""COHERE2, the Family of Cohere 2 (Command R7B, Command A) in `registry`: attention and MLP in
-parallel after one LayerNorm; RoPE only in layers with a sliding window."""
+"""COHERE2: the Family of Cohere 2 (Command R7B, Command A), listed in `families.registry`.
+Attention and MLP run in parallel after one LayerNorm. Only layers with a sliding window have
+RoPE."""
 
 from rollout.models.family import ATTENTION_BIAS, PARALLEL, Family, Key
 from rollout.models.layer_rules import rope_with_window, windows_by_pattern
@@ -23,7 +24,7 @@ COHERE2 = Family(
         "tie_word_embeddings": True,
     },
     keys=frozenset({"layer_types"}),
-    # These stand in published configs for what the models do anyway.
+    # Published configs have these keys, always with these values.
     fixed={
         "order_of_interleaved_layers": ("local_attn_first",),
         "position_embedding_type": ("rope_gptj",),

@@ -1,5 +1,5 @@
-"""DEEPSEEK_V3, the Family of DeepSeek-V3 and Moonlight in `registry`: latent attention, MLPs in the
-first layers, experts in the others."""
+"""DEEPSEEK_V3: the Family of DeepSeek-V3 and Moonlight, listed in `families.registry`. These models
+have latent attention. The first layers have MLPs, and the other layers have experts."""
 
 from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_after_first

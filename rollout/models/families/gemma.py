@@ -1,5 +1,5 @@
-"""GEMMA, the Family of Gemma models in `registry`: norms multiply by 1 + weight, embeddings are
-multiplied by sqrt(hidden_size). `gemma2` and `gemma3` import GELU_TANH."""
+"""GEMMA: the Family of Gemma models, listed in `families.registry`. Norms multiply by 1 + weight,
+and embeddings are multiplied by sqrt(hidden_size). `gemma2` and `gemma3` import GELU_TANH."""
 
 from rollout.models.family import ATTENTION_BIAS, Family
 
@@ -10,7 +10,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     values={"norm_offset": 1.0, "norm_rounds_first": False, **ATTENTION_BIAS},
     defaults={"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
-    # transformers does not read it, but other programs do.
+    # transformers does not read this key, but other programs do.
     fixed={"hidden_activation": (None, *GELU_TANH)},
     # "gelu" is what the first releases wrote for the tanh approximation.
     activations=GELU_TANH | {"gelu": "gelu_tanh"},

@@ -1,5 +1,5 @@
-"""GEMMA2, the Family of Gemma 2 in `registry`: norms before and after each mixer, softcaps, a
-window on every other layer. `gemma3` imports GEMMA2_VALUES."""
+"""GEMMA2: the Family of Gemma 2, listed in `families.registry`. These models have norms before and
+after each mixer, softcaps, and a window on every second layer. `gemma3` imports GEMMA2_VALUES."""
 
 from rollout.models.families.gemma import GELU_TANH
 from rollout.models.family import ATTENTION_BIAS, SANDWICH, Family, Key

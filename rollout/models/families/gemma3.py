@@ -1,5 +1,5 @@
-"""GEMMA3, the Family of Gemma 3 (text) in `registry`: as Gemma 2, with normed query and key heads,
-a RoPE per layer type, and no attention softcap."""
+"""GEMMA3: the Family of Gemma 3 (text), listed in `families.registry`. These models differ from
+Gemma 2 by normed query and key heads, a RoPE per layer type, and no attention softcap."""
 
 from rollout.models.families.gemma import GELU_TANH
 from rollout.models.families.gemma2 import GEMMA2_VALUES

@@ -1,5 +1,5 @@
-"""GLM4, the Family of GLM-4 0414 in `registry`: norms before and after each mixer, interleaved RoPE
-on half of each head."""
+"""GLM4: the Family of GLM-4 0414, listed in `families.registry`. These models have norms before and
+after each mixer, and interleaved RoPE on half of each head."""
 
 from rollout.models.family import QKV_BIAS, BranchNames, Family
 

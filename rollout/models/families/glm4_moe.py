@@ -1,6 +1,6 @@
-"""GLM4_MOE, the Family of GLM-4.5, 4.6 and 4.7 in `registry`: MLPs in the first layers, experts in
-groups in the others, beside a shared expert. The router scores experts by a sigmoid, and adds a
-correction to choose them."""
+"""GLM4_MOE: the Family of GLM-4.5, 4.6 and 4.7, listed in `families.registry`. The first layers
+have MLPs. The other layers have groups of experts and a shared expert. The router scores experts by
+a sigmoid, and adds a correction to choose them."""
 
 from rollout.models.family import GROUPED_EXPERTS, QKV_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_after_first

@@ -1,5 +1,5 @@
-"""GLM4_MOE_LITE, the Family of GLM-4.7-Flash in `registry`: DeepSeek-V3's attention, and GLM-4.5's
-experts in all layers but the first, unless the config names the layers."""
+"""GLM4_MOE_LITE: the Family of GLM-4.7-Flash, listed in `families.registry`. The model has
+DeepSeek-V3's attention and GLM-4.5's experts. By default all layers but the first have experts."""
 
 from rollout.models.family import ATTENTION_BIAS, GROUPED_EXPERTS, ROUTER_LOSSES, Family, Mixture
 from rollout.models.layer_rules import experts_by_type

@@ -1,6 +1,6 @@
-"""GPT_OSS, the Family of GPT-OSS in `registry`: attention sinks, windows on every other layer,
-biases in attention and experts, a clamped activation, router weights from a softmax over the chosen
-experts."""
+"""GPT_OSS: the Family of GPT-OSS, listed in `families.registry`. These models have attention sinks,
+windows on every second layer, biases in attention and experts, and a clamped activation. Router
+weights are a softmax over the chosen experts."""
 
 from rollout.layers.experts import MoeNames
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture

@@ -1,5 +1,5 @@
-"""GRANITE, the Family of Granite 3 (dense) in `registry`: multipliers of embeddings, residual
-branches, attention scores and logits."""
+"""GRANITE: the Family of Granite 3 (dense), listed in `families.registry`. These models multiply
+embeddings, residual branches, attention scores and logits by constants."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family, Key
 

@@ -1,5 +1,6 @@
-"""LLAMA, the Family of Llama 2, 3, 3.1, 3.2 (text) in `registry`: the common decoder, with optional
-biases. Other models saved as `model_type: llama` use it, too."""
+"""LLAMA: the Family of Llama 2, 3, 3.1 and 3.2 (text), listed in `families.registry`. These models
+are the common decoder with optional biases. Other models saved as `model_type: llama` use it,
+too."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 

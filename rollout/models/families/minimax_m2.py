@@ -1,6 +1,6 @@
-"""MINIMAX_M2, the Family of MiniMax-M2 in `registry`: sigmoid router scores with a correction bias,
-stored beside the router and not in it; query and key normed over all heads together; RoPE on a part
-of each head."""
+"""MINIMAX_M2: the Family of MiniMax-M2, listed in `families.registry`. Router scores are sigmoids,
+and a correction bias is stored beside the router. Queries and keys are normed over all heads
+together. RoPE covers a part of each head."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ MINIMAX_M2 = Family(
         "rope_theta": 5_000_000.0,
     },
     keys=frozenset({"partial_rotary_factor", "rotary_dim"}),
-    # These stand in published configs for what the model does anyway.
+    # Published configs have these keys, always with these values.
     fixed={
         "layernorm_full_attention_beta": (1.0,),
         "layernorm_linear_attention_beta": (1.0,),

@@ -1,5 +1,5 @@
-"""MINISTRAL, the Family of Ministral 8B in `registry`: some layers have a sliding window, the
-others do not."""
+"""MINISTRAL: the Family of Ministral 8B, listed in `families.registry`. `layer_types` says which
+layers have a sliding window."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import windows_by_type

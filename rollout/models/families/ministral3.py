@@ -1,5 +1,5 @@
-"""MINISTRAL3, the Family of Ministral 3 (text) in `registry`: YaRN, and queries scaled by the
-logarithm of their position."""
+"""MINISTRAL3: the Family of Ministral 3 (text), listed in `families.registry`. These models have
+YaRN, and scale queries by the logarithm of their position."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

@@ -1,5 +1,5 @@
-"""MISTRAL, the Family of Mistral 7B, Nemo and Small in `registry`: a window on every layer, if the
-config has one."""
+"""MISTRAL: the Family of Mistral 7B, Nemo and Small, listed in `families.registry`. Every layer has
+the window of the config, if there is one."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import same_window

@@ -1,5 +1,5 @@
-"""MIXTRAL, the Family of Mixtral models in `registry`: experts in every layer, and router weights
-that sum to 1 for each token. `minimax_m2` imports its weight names."""
+"""MIXTRAL: the Family of Mixtral models, listed in `families.registry`. Every layer has experts,
+and a token's router weights sum to 1. `minimax_m2` imports SPARSE_BLOCK and W_NAMES."""
 
 from rollout.layers.experts import MoeNames
 from rollout.models.family import ROUTER_LOSSES, Family, Key, Mixture

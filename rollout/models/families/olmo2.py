@@ -1,5 +1,5 @@
-"""OLMO2, the Family of OLMo 2 in `registry`: norms only after the mixers; query and key normed over
-all heads together."""
+"""OLMO2: the Family of OLMo 2, listed in `families.registry`. Norms come only after the mixers.
+Queries and keys are normed over all heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 

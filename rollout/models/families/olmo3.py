@@ -1,5 +1,5 @@
-"""OLMO3, the Family of OLMo 3 in `registry`: OLMo 2 with one RoPE per layer type, and sliding
-windows, which three of four layers have by default."""
+"""OLMO3: the Family of OLMo 3, listed in `families.registry`. These models are OLMo 2 with one RoPE
+per layer type and with sliding windows, by default in three of four layers."""
 
 from rollout.models.family import ATTENTION_BIAS, POST_NORM, Family
 from rollout.models.layer_rules import ropes_by_type, windows_by_type

@@ -1,5 +1,5 @@
-"""OLMOE, the Family of OLMoE in `registry`: experts in every layer; query and key normed over all
-heads together."""
+"""OLMOE: the Family of OLMoE, listed in `families.registry`. Every layer has experts. Queries and
+keys are normed over all heads together."""
 
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_everywhere

@@ -1,5 +1,5 @@
-"""QWEN2, the Family of Qwen2 and Qwen2.5 (dense) in `registry`: query, key and value always have a
-bias. `qwen3` and `qwen2_moe` import QWEN_WINDOWS."""
+"""QWEN2: the Family of Qwen2 and Qwen2.5 (dense), listed in `families.registry`. Query, key and
+value always have a bias. `qwen3` and `qwen2_moe` import QWEN_WINDOWS."""
 
 from rollout.models.family import Family
 from rollout.models.layer_rules import windows_if_used

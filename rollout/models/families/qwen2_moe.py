@@ -1,5 +1,5 @@
-"""QWEN2_MOE, the Family of Qwen1.5-MoE and Qwen2-MoE in `registry`: a shared expert with its own
-gate, besides the chosen experts."""
+"""QWEN2_MOE: the Family of Qwen1.5-MoE and Qwen2-MoE, listed in `families.registry`. Beside the
+chosen experts these models have a shared expert with its own gate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from rollout.models.rope_config import FULL, SLIDING
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> Windows:
-    """Return windows by `layer_types`. Without types every other layer below `max_window_layers`
-    slides."""
+    """Return windows by `layer_types`. Without that key every second layer below
+    `max_window_layers` slides, if `use_sliding_window` is set."""
     types = config.get("layer_types")
     if types is None:
         end = config["max_window_layers"] if config["use_sliding_window"] else 0

@@ -1,5 +1,5 @@
-"""QWEN3, the Family of Qwen3 (dense) in `registry`: query and key heads are normed; `head_dim` is
-independent of the hidden size."""
+"""QWEN3: the Family of Qwen3 (dense), listed in `families.registry`. Query and key heads are
+normed, and `head_dim` is independent of the hidden size."""
 
 from rollout.models.families.qwen2 import QWEN_WINDOWS
 from rollout.models.family import ATTENTION_BIAS, Family

@@ -1,5 +1,5 @@
-"""QWEN3_MOE, the Family of Qwen3-MoE in `registry`: Qwen3's attention; router scores are a softmax
-over all experts."""
+"""QWEN3_MOE: the Family of Qwen3-MoE, listed in `families.registry`. These models have Qwen3's
+attention. Router scores are a softmax over all experts."""
 
 from rollout.models.family import ATTENTION_BIAS, ROUTER_LOSSES, Family, Key, Mixture
 from rollout.models.layer_rules import experts_by_step, same_window_if_used
@@ -24,7 +24,7 @@ QWEN3_MOE = Family(
         "use_sliding_window": False,
     },
     keys=frozenset({"mlp_only_layers"}),
-    # Qwen3-Coder says what the model does anyway.
+    # Qwen3-Coder's config has this key.
     fixed={"use_qk_norm": (True,)},
     ignored=ROUTER_LOSSES | {"max_window_layers"},
     windows=same_window_if_used,

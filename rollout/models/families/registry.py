@@ -1,6 +1,7 @@
 """Registry of the model families. Used by ModelSpec, CausalLM and `rollout.models.layout`.
 
-To add a family, write a file beside `llama.py` and list its Family here."""
+To add a family, write a file beside `llama.py` and list its Family in FAMILIES.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ FAMILIES = MappingProxyType(
 
 def find_family(model_type: object) -> Family:
     """Return the family of a config's `model_type`. Raises ModelError, which lists the supported
-    families, for any other value."""
+    families, if there is none."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         supported = ", ".join(sorted(FAMILIES))

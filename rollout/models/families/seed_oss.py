@@ -1,5 +1,5 @@
-"""SEED_OSS, the Family of Seed-OSS in `registry`: `attention_bias` is for query, key and value,
-`attention_out_bias` for the output."""
+"""SEED_OSS: the Family of Seed-OSS, listed in `families.registry`. Query, key and value have a bias
+by `attention_bias`, and the output by `attention_out_bias`."""
 
 from rollout.models.family import MLP_BIAS, QKV_BIAS, Family, Key
 

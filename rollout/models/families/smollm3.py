@@ -1,5 +1,5 @@
-"""SMOLLM3, the Family of SmolLM3 in `registry`: some layers have no RoPE, by default every
-fourth."""
+"""SMOLLM3: the Family of SmolLM3, listed in `families.registry`. Some layers, by default every
+fourth, have no RoPE."""
 
 from rollout.models.family import ATTENTION_BIAS, MLP_BIAS, Family
 from rollout.models.layer_rules import rope_by_flag, windows_without_rope

@@ -1,9 +1,10 @@
 """WeightTransport: the trainer's side of a push; KeptTransport: a base of transports that keep it.
 
-In a push, `publish` returns the source from which engines fetch the tensors. The coordinator asks
-the engines to stage them. `send` runs meanwhile, for transports that send tensors only then. When
-all engines have voted, `commit` follows, or `roll_back` if one of them refused. WeightPush
-(`rollout.apis.weight_push`) calls these methods. LLM and AsyncLLM accept a WeightTransport.
+`publish` begins a push and returns the source from which engines fetch the tensors. While the
+coordinator asks the engines to stage them, `send` runs. When all engines have answered, `commit`
+follows, or `roll_back` if an engine refused. WeightPush (`rollout.apis.weight_push`) calls these
+methods. Implemented in `rollout.weights.transports`. The APIs in `rollout.apis` accept a
+WeightTransport as `weight_transport`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from rollout.weights.update import NamedTensors
 
 class WeightTransport(Protocol):
     """Publishes weights to engines. Owns the committed weights and the weights of a running push.
-
-    There is one push at a time. `publish` and `send` block while tensors are read, so they are
-    called in threads. `roll_back` may be called while `send` runs, and ends it.
-    """
+    There is one push at a time. `publish` and `send` block while tensors are read, so WeightPush
+    calls them in threads. A `roll_back` ends a running `send`."""
 
     @property
     def kind(self) -> str:
-        """The `kind` of its WeightsSources, by which engines choose how to fetch."""
+        """The `kind` of this transport's WeightsSources, by which engines choose how to fetch."""
         ...
 
     @property
@@ -36,23 +35,21 @@ class WeightTransport(Protocol):
         """Begin a push and return its source. The next calls are `send`, then `commit` or
         `roll_back`.
 
-        The tensors are read once, by `publish` or `send`, and must not change until the push has
-        ended. Only A and B of an adapter are sent: each engine merges them. Raises
-        WeightUpdateError for a tensor that cannot be read, for NaN or infinity if they are refused,
-        and if memory is lacking. The committed weights are kept.
+        `publish` or `send` reads the tensors once. The tensors must not change until the push has
+        ended. Only A and B of an adapter are sent, and each engine merges them. The committed
+        weights are kept. Raises WeightUpdateError for a tensor that cannot be read, for refused NaN
+        or infinity, and if memory is lacking.
         """
         ...
 
     def send(self, source: WeightsSource) -> None:
-        """Send the published tensors to the engines that were asked to stage them.
-
-        No-op if engines fetch them from memory or files. Returns early if `roll_back` is called.
-        Raises WeightUpdateError if a tensor cannot be read or sent.
-        """
+        """Send the published tensors to the engines that were asked to stage them. No-op if engines
+        fetch them from memory or files. Returns early after `roll_back`. Raises WeightUpdateError
+        if a tensor cannot be read or sent."""
         ...
 
     def commit(self) -> None:
-        """Make the published weights the committed ones, and release weights that nobody needs.
+        """Make the published weights the committed ones, and release weights that no engine needs.
         No-op if nothing is published."""
         ...
 
@@ -67,7 +64,7 @@ class WeightTransport(Protocol):
 
 
 class Published(Protocol):
-    """Published weights of a KeptTransport. `source` says where engines fetch them."""
+    """Published weights of a KeptTransport. Engines fetch them from `source`."""
 
     @property
     def source(self) -> WeightsSource: ...
@@ -77,11 +74,12 @@ P = TypeVar("P", bound=Published)
 
 
 class KeptTransport(Generic[P]):
-    """A WeightTransport without `kind` and `publish`, whose weights stay for engines to fetch.
+    """Base of a WeightTransport, without `kind` and `publish`, whose weights stay for engines to
+    fetch.
 
-    It keeps the last committed weights and the weights of a running push. It also keeps the weights
-    on which a committed adapter or delta builds, because engines that join later need them. They
-    are released when weights are committed that build on nothing.
+    A KeptTransport keeps the last committed weights and the weights of a running push. It also
+    keeps the weights on which a committed adapter or delta builds, because engines that join later
+    need them. A commit of weights that build on nothing releases all earlier weights.
     """
 
     def __init__(self, release: Callable[[P], object]) -> None:
@@ -106,8 +104,8 @@ class KeptTransport(Generic[P]):
         """No-op: engines fetch the weights from where `publish` put them."""
 
     def commit(self) -> None:
-        """Make the weights of the running push the committed ones, and release those on which they
-        do not build. No-op without a running push."""
+        """Make the weights of the running push the committed ones, and release weights on which
+        they do not build. No-op without a running push."""
         if self._pending is None:
             return
         before, self._committed, self._pending = self._committed, self._pending, None

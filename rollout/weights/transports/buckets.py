@@ -2,8 +2,8 @@
 
 A sender copies tensors into its buffer and sends the buffer when it is full. The bytes of one
 tensor in one bucket are a chunk. A receiver creates each tensor at its first chunk, and copies the
-chunks of each bucket into the tensors. Each header has the hash of its bucket's bytes, and both
-ends hash all headers, so that one checksum verifies the whole push.
+chunks of each bucket into the tensors. Each header has the hash of its bucket's bytes. Sender and
+receiver hash all headers, so that one checksum verifies the whole push.
 
 A BucketPath delivers buckets to the members of a group: Broadcasts by torch.distributed,
 SharedBucket through shared memory. Used by `rollout.weights.transports.collective`.
@@ -38,14 +38,14 @@ from rollout.weights.fingerprints import FingerprintOf, fingerprint_on
 SHARED_PLACES = (HOST, DEVICE)
 _ITEM = 8  # a bucket's size is a multiple of this many bytes
 _POLL_S = 0.001
-_JOIN_S = 60.0  # time limit for members to connect; all have arrived before
+_JOIN_S = 60.0  # time limit for members to connect, which have all arrived before
 
 
 # ---- tensors to buckets and back
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes [start, start + num_bytes) of one tensor. A bucket has its chunks in sequence."""
+    """Bytes [start, start + num_bytes) of one tensor. The chunks of a bucket are adjacent."""
 
     name: str
     dtype: str
@@ -63,8 +63,8 @@ class BucketHeader(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class PushEnd(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Ends a push, after `num_buckets` buckets. `checksum` is the checksum of all headers, and
-    `fault` says why the push ended early; "" if it is complete."""
+    """Ends a push of `num_buckets` buckets. `checksum` is the checksum of all headers. `fault` says
+    why the push ended early; "" if the push is complete."""
 
     num_buckets: int
     checksum: str
@@ -76,7 +76,8 @@ class BucketWriter:
 
     def __init__(self, buffer_N: Tensor, send: Callable[[bytes, Tensor], None]) -> None:
         """`buffer_N` is uint8, with a multiple of 8 bytes. `send` is called with each encoded
-        header and its bucket, uint8 [num_bytes], and returns when the buffer may be reused."""
+        header and its bucket, uint8 [num_bytes]. The buffer is filled again when `send` has
+        returned."""
         self._buffer_N, self._send = buffer_N, send
         self._fingerprint = fingerprint_on(buffer_N.device)
         self._chunks: list[Chunk] = []
@@ -84,8 +85,8 @@ class BucketWriter:
         self._end = self._num_buckets = 0
 
     def write(self, name: str, values: Tensor) -> None:
-        """Append a contiguous tensor, and send the buckets that it fills. Raises what `send`
-        raises."""
+        """Append a contiguous tensor, and send the buckets that it fills. Raises the errors of
+        `send`."""
         bytes_N = values.reshape(-1).view(torch.uint8)
         dtype, shape = str(values.dtype).removeprefix("torch."), tuple(values.shape)
         start = 0
@@ -118,11 +119,9 @@ class BucketWriter:
 
 
 class BucketReader:
-    """Creates tensors on a device from the buckets that arrive.
-
-    After a fault it still accepts the remaining buckets, so that sender and receivers stay in step,
-    but ignores their bytes. `finish` raises the fault.
-    """
+    """Creates tensors on a device from the buckets that arrive. After a fault it accepts the
+    remaining buckets, so that sender and receivers stay in step, but does not copy their bytes.
+    `finish` raises the fault."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._fingerprint = device, fingerprint_on(device)
@@ -133,7 +132,8 @@ class BucketReader:
         self._fault: str = ""
 
     def read(self, encoded: bytes, header: BucketHeader, bucket_N: Tensor) -> None:
-        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded` is the undecoded header."""
+        """Copy a bucket, uint8 [num_bytes], into its tensors. `encoded` is the header as it
+        arrived."""
         self._digest.update(encoded)
         self._num_buckets += 1
         if not self._fault and _hash(self._fingerprint, bucket_N) != header.hash:
@@ -166,8 +166,8 @@ class BucketReader:
         return ""
 
     def finish(self, end: PushEnd) -> dict[str, Tensor]:
-        """Return the tensors by name. Raises WeightUpdateError for a fault, or if the push is
-        incomplete."""
+        """Return the tensors by name. Raises WeightUpdateError for a fault and for an incomplete
+        push."""
         if end.fault:
             raise WeightUpdateError(f"the sender ended the push: {end.fault}")
         fault, checksum = self._fault, self._digest.hexdigest()
@@ -185,8 +185,8 @@ class BucketReader:
 
 
 def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
-    """Return the hash of a bucket's bytes. It takes them as float32, which is fastest and hashes
-    their bits."""
+    """Return the hash of a bucket's bytes."""
+    # As float32, which is hashed fastest, and by its bits.
     return int(fingerprint(bucket_N.view(torch.float32), torch.float32)[0])
 
 
@@ -195,26 +195,25 @@ def _hash(fingerprint: FingerprintOf, bucket_N: Tensor) -> int:
 
 class BucketPath(Protocol):
     """Delivers buckets from a sender to the members of a group. The sender calls `buffer` and
-    `send`, and members call `receive` and `taken`.
-
-    Methods raise RuntimeError and OSError, after which the group cannot be used.
-    """
+    `send`. Members call `receive` and `taken`. After a RuntimeError or OSError of a method the
+    group cannot be used."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def address(self) -> str:
-        """Address of the sender's buffer, which members open; "" if they need none."""
+        """Address of the sender's buffer, which members open; "" if they need no address."""
         ...
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the buffer that the sender fills, uint8 [num_bytes], the same for all buckets."""
+        """Return the buffer that the sender fills, uint8 [num_bytes]. All buckets use the same
+        buffer."""
         ...
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
-        """Send the filled buffer, and return when it may be filled again. `key` is the bucket's key
-        in the store. `check` may be called meanwhile, and may raise."""
+        """Send the filled buffer, and return when it can be filled again. `key` is the bucket's key
+        in the store. `check` can be called meanwhile, and can raise to cancel."""
         ...
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
@@ -222,7 +221,7 @@ class BucketPath(Protocol):
         ...
 
     def taken(self, key: str) -> None:
-        """Report to the sender that this member has copied the bucket with this key."""
+        """Report to the sender that this member has copied the bucket `key`."""
         ...
 
     def close(self) -> None: ...
@@ -236,26 +235,27 @@ class Broadcasts:
     def __init__(
         self, store: Any, name: str, backend: str, rank: int, size: int, own_host: str
     ) -> None:
-        """Join the group `name` and wait for all ranks. Others reach this one at `own_host`."""
+        """Join the group `name` and wait for all ranks. Other ranks connect to this rank at
+        `own_host`."""
         distributed: Any = dist  # its type hints lack PrefixStore
         own_store, timeout = distributed.PrefixStore(f"{name}/", store), timedelta(seconds=_JOIN_S)
         self._group, self.device = join_group(backend, own_store, rank, size, timeout, own_host)
         self._buffer_N: Tensor | None = None
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the first `num_bytes` of the buffer. Allocate a larger one if needed."""
+        """Return the first `num_bytes` of the buffer. Allocate a larger buffer if needed."""
         if self._buffer_N is None or len(self._buffer_N) < num_bytes:
             self._buffer_N = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
         """Broadcast the bucket. `key` and `check` are not used."""
-        self._broadcast(bucket_N, timeout_s)
+        self.broadcast(bucket_N, timeout_s)
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
-        """Join the broadcast and return the bucket."""
+        """Receive the broadcast bucket into this member's buffer and return it."""
         bucket_N = self.buffer(num_bytes)
-        self._broadcast(bucket_N, timeout_s)
+        self.broadcast(bucket_N, timeout_s)
         return bucket_N
 
     def taken(self, key: str) -> None:
@@ -264,7 +264,8 @@ class Broadcasts:
     def close(self) -> None:
         """No-op: the group is freed with its last reference."""
 
-    def _broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
+    def broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
+        """Send contiguous bytes from rank 0, or receive them. Raises RuntimeError if it fails."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)
@@ -276,7 +277,7 @@ class SharedBucket:
     how many of them have copied a bucket."""
 
     def __init__(self, store: Any, place: str, num_bytes: int, num_members: int) -> None:
-        """Create the sender's end, with a buffer at `place`: HOST or DEVICE."""
+        """Create the sender's buffer at `place`, HOST or DEVICE."""
         self._store, self._num_members = store, num_members
         self._shared: SharedBuffer | None = create_shared_buffer(place, num_bytes)
         self._bytes_N = self._shared.bytes_N
@@ -284,7 +285,7 @@ class SharedBucket:
 
     @classmethod
     def opened(cls, store: Any, place: str, address: str, num_bytes: int) -> SharedBucket:
-        """Open a member's end of the buffer at `address`."""
+        """Open the sender's buffer at `address`, for a member."""
         bucket = cls.__new__(cls)
         bucket._store, bucket._num_members, bucket._shared = store, 0, None
         bucket._bytes_N = open_shared_buffer(place, address, num_bytes)
@@ -296,7 +297,6 @@ class SharedBucket:
         return self._bytes_N.device
 
     def buffer(self, num_bytes: int) -> Tensor:
-        """Return the first `num_bytes` of the buffer."""
         return self._bytes_N[:num_bytes]
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
@@ -324,7 +324,7 @@ class SharedBucket:
         self._store.add(f"{key}/taken", 1)
 
     def close(self) -> None:
-        """Close the sender's buffer: no further member can open it. No-op for a member's end."""
+        """Close the sender's buffer, which no further member can open then. No-op for a member."""
         if self._shared is not None:
             close_shared_buffer(self._shared)
             self._shared = None

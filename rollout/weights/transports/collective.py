@@ -1,8 +1,9 @@
-"""CollectiveTransport and CollectiveReceiver: a trainer sends to all engines at once, in one group.
+"""CollectiveTransport and CollectiveReceiver: a trainer broadcasts weights to all engines at once.
 
-Buckets of bytes are sent one at a time through one buffer, which is reused. The weights are not
-kept: an engine that joins the fleet later gets no requests until the next push. Used by
+Buckets of bytes are sent one at a time through one reused buffer. The weights are not kept: an
+engine that joins the fleet later gets no requests until the next push. Used by
 `rollout.weights.transports.registry`, and by `rollout.weights.transports.delta` to send deltas.
+Opens TCP connections and torch.distributed groups.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Push:
-    """A push of the sender. number: index of this push, from 1. num_announced: number of buckets
-    announced so far. is_rolled_back: whether `roll_back` was called."""
+    """A push of the sender. `number` is its index, from 1. `num_announced` is the number of buckets
+    announced so far."""
 
     number: int
     id: str
@@ -63,17 +64,17 @@ class _RolledBackError(WeightUpdateError):
 #
 # For each push an engine writes an Arrival, with the name of the group that it still has. When as
 # many engines have arrived as the coordinator asked to stage, the sender writes the GroupPlan: the
-# group, and each engine's rank in it. If the same engines arrive with the same group, it is reused.
-# The id of a push begins with its number, so that an engine that comes late sees that it is over.
+# group, and each engine's rank. If the same engines arrive with the same group, it is reused. The
+# id of a push begins with its number, so that a late engine sees that the push is over.
 
 OVER = "over"  # key of the number of the last push whose other keys were removed
-_POLL_S = 0.002, 0.02  # the first and the longest pause between two looks
+_POLL_S = 0.002, 0.02  # the first and the longest pause between checks
 T = TypeVar("T")
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
-    """Message of an engine that takes part in a push. `group` is the name of the group to which it
-    still belongs, "" for none."""
+    """Message of an engine that takes part in a push. `group` is the group to which the engine
+    still belongs; "" if it belongs to none."""
 
     engine: str
     group: str
@@ -82,10 +83,11 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
 class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     """Message of the sender with the group of a push.
 
-    engines: ids of ranks 1, 2, ...; the sender is rank 0. backend: a backend of torch.distributed,
-    or "cuda" or "host" for a SharedBucket there. stall_s: how long one bucket may take after its
-    announcement. fault: why there is no group; "" if there is one. address: address of the
-    SharedBucket, which engines open; "" without one.
+    `engines` are the ids of ranks 1, 2, ...; the sender is rank 0. `backend` is a backend of
+    torch.distributed, or "cuda" or "host" for the place of a SharedBucket. `stall_s` is how long
+    one bucket can take after its announcement. `fault` says why there is no group; "" if there is
+    one. `address` is the address of the SharedBucket, which engines open; "" for a
+    torch.distributed group.
     """
 
     group: str
@@ -98,8 +100,8 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
-    """Wait until `key` is in the store, and return its value. `check` is called meanwhile, and may
-    raise. Raises RuntimeError if the store is closed."""
+    """Wait until `key` is in the store, and return its value. `check` is called meanwhile, and can
+    raise to cancel. Raises RuntimeError if the store is closed."""
     pause_s, longest_s = _POLL_S
     while not store.check([key]):
         check()
@@ -122,10 +124,11 @@ def read(encoded: bytes, kind: type[T]) -> T:
 
 
 class CollectiveTransport:
-    """A WeightTransport: `send` forms the group and broadcasts the tensors as it reads them.
+    """A WeightTransport whose `send` forms a group with the engines and broadcasts the tensors.
 
-    It listens at `host`, and keeps the group for the next push. Groups of torch.distributed have no
-    passwords: any program that reaches `host` can read the weights, so the network must be private.
+    The transport listens at `host`, and reuses the group for the next push. Groups of
+    torch.distributed have no passwords. Any program that reaches `host` can read the weights, so
+    the network must be private.
     """
 
     kind = "collective"
@@ -139,11 +142,9 @@ class CollectiveTransport:
         stall_timeout_s: float = STALL_S,
         reject_non_finite: bool = True,
     ) -> None:
-        """host: an address of this machine that the engines reach. backend: gloo or nccl.
-        stall_timeout_s: how long one bucket may take; a slower member ends the push.
-
-        Raises ConfigError for an invalid `bucket_bytes`, or if it cannot listen at `host`.
-        """
+        """`host` is an address of this machine that the engines reach. `backend` is gloo or nccl.
+        `stall_timeout_s` is how long one bucket can take. A slower member ends the push. Raises
+        ConfigError for an invalid `bucket_bytes`, or if it cannot listen at `host`."""
         if bucket_bytes < 8 or bucket_bytes % 8:
             raise ConfigError(f"bucket_bytes={bucket_bytes} must be a multiple of 8, above 0")
         self._host, self._backend, self._stall_s = host, backend, stall_timeout_s
@@ -157,7 +158,7 @@ class CollectiveTransport:
         self._num_pushes = 0
         self._sending = threading.Lock()  # held while a push is sent
         self._path: BucketPath | None = None
-        self._group = ""  # its name
+        self._group = ""  # name of the group
         self._engines: tuple[str, ...] = ()  # ids of ranks 1, 2, ... of the group
         self._push: _Push | None = None
         self._old: _Push | None = None  # the push whose keys are still in the store
@@ -167,11 +168,8 @@ class CollectiveTransport:
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
         """Return a source with the address at which engines join the push. `send` reads the
-        tensors.
-
-        `builds_on` is a field of the WeightsSource, given by a DeltaTransport. Raises
-        WeightUpdateError for an adapter that cannot be sent.
-        """
+        tensors. `builds_on` is a field of the WeightsSource, given by a DeltaTransport. Raises
+        WeightUpdateError for an adapter that cannot be sent."""
         self.roll_back()
         self._num_pushes += 1
         push_id = f"{self._num_pushes}-{uuid.uuid4().hex}"
@@ -188,11 +186,9 @@ class CollectiveTransport:
         return source
 
     def send(self, source: WeightsSource) -> None:
-        """Form the group with the engines that arrive, and send the tensors.
-
-        Returns early if the push is rolled back. Raises WeightUpdateError if a tensor cannot be
-        read, or if an engine disconnects or takes too long.
-        """
+        """Form the group with the engines that arrive, and send the tensors. Returns early if the
+        push is rolled back. Raises WeightUpdateError if a tensor cannot be read, or if an engine
+        disconnects or takes too long."""
         push = self._push
         assert push is not None, "it was published"
         assert push.source is source, "and nothing after it"
@@ -217,7 +213,7 @@ class CollectiveTransport:
             self.committed, self._push = self._push.source, None
 
     def roll_back(self) -> None:
-        """End the push: `send` sends no further bucket and returns."""
+        """End the push. A running `send` sends no further bucket and returns."""
         push, self._push = self._push, None
         if push is not None:
             push.is_rolled_back = True
@@ -236,8 +232,8 @@ class CollectiveTransport:
             raise _RolledBackError("the push was rolled back")
 
     def _form_group(self, push: _Push) -> None:
-        """Wait for the engines. Form their group, unless all have it from the push before. Raises
-        WeightUpdateError."""
+        """Wait for the engines and form their group. Reuse the group of the push before if the
+        members are the same. Raises WeightUpdateError."""
         store, key = self._store, push.id
         try:
             count = int(wait_for(store, f"{key}/members", lambda: self._check(push)))
@@ -260,7 +256,7 @@ class CollectiveTransport:
             raise WeightUpdateError(f"cannot form a group with the engines: {error}") from error
 
     def _join(self, push: _Push, name: str, engines: tuple[str, ...]) -> None:
-        """Publish the plan of a new group, and join it."""
+        """Publish the plan of a new group, and join the group."""
         store, key, size = self._store, f"{push.id}/plan", len(engines)
         if self._backend in SHARED_PLACES:
             self._path = SharedBucket(store, self._backend, self._bucket_bytes, size)
@@ -315,11 +311,10 @@ class CollectiveTransport:
             _logger.warning("the end of a push cannot be sent to the engines: %s", error)
 
     def _remove_keys(self, push: _Push | None) -> None:
-        """Remove the keys of an earlier push from the store; no-op for None. An engine that was
-        disconnected may still wait for one of these keys. Then it reads in the key OVER that the
-        push is over."""
+        """Remove the keys of an earlier push from the store. No-op for None."""
         if push is None:
             return
+        # A disconnected engine that still waits for a removed key reads here that the push is over.
         put(self._store, OVER, push.number)
         for key in ("members", "joined", "plan", *map(str, range(push.num_announced + 1))):
             self._store.delete_key(f"{push.id}/{key}")
@@ -330,10 +325,12 @@ class CollectiveTransport:
 
 
 class CudaIpcTransport(CollectiveTransport):
-    """A CollectiveTransport without broadcasts: engines of this machine read the trainer's GPU.
+    """A CollectiveTransport without broadcasts, for engines of this machine, which read the
+    trainer's GPU.
 
-    Engines map the sender's bucket through CUDA IPC and copy from it. The sender refills it when
-    all have done so. With `place` "host" the bucket is in shared host memory, for engines on CPUs.
+    Engines map the sender's bucket through CUDA IPC and copy from it. When all engines have copied
+    it, the sender refills it. If `place` is "host", the bucket is in shared host memory, for
+    engines on CPUs.
     """
 
     kind = "cuda_ipc"
@@ -346,8 +343,8 @@ class CudaIpcTransport(CollectiveTransport):
         stall_timeout_s: float = STALL_S,
         reject_non_finite: bool = True,
     ) -> None:
-        """place: "cuda" or "host". stall_timeout_s: how long the engines may take to read one
-        bucket. Raises ConfigError for an unknown place or an invalid `bucket_bytes`."""
+        """`place` is "cuda" or "host". `stall_timeout_s` is how long the engines can take to read
+        one bucket. Raises ConfigError for an unknown place or an invalid `bucket_bytes`."""
         require_place(place)
         super().__init__(
             backend=place,
@@ -364,21 +361,19 @@ class CollectiveReceiver:
     """Receives pushes for one engine, one at a time. Keeps its group and buffer between pushes."""
 
     def __init__(self, connect_timeout_s: float = _CONNECT_S) -> None:
-        """connect_timeout_s: how long the sender's store may take to answer."""
+        """`connect_timeout_s` is how long the sender's store can take to answer."""
         self._connect_s = connect_timeout_s
         self._id = uuid.uuid4().hex
         self._receiving = threading.Lock()
         self._store: Any = None
         self._store_address = ("", 0)  # host and port
         self._path: BucketPath | None = None
-        self._group = ""  # its name
+        self._group = ""  # name of the group
 
     def fetch(self, source: WeightsSource) -> dict[str, Tensor]:
-        """Receive a push that is being sent, and return its tensors in new memory.
-
-        Raises WeightUpdateError if the sender disconnects or ends the push, if the push is
-        incomplete, and if it is over already.
-        """
+        """Receive a push that is being sent, and return its tensors in new memory. Raises
+        WeightUpdateError if the sender disconnects or ends the push, and if the push is incomplete
+        or over."""
         if not source.num_members:
             raise WeightUpdateError(
                 "weights that were broadcast are not kept; the next push brings them to this engine"
@@ -422,13 +417,12 @@ class CollectiveReceiver:
             number += 1
 
     def _wait_for(self, push_id: str, key: str) -> bytes:
-        """Wait for a key of the push and return its value.
-
-        The sender writes the end of every push, and its exit closes the store. But if this engine
-        was disconnected, the push may be over and its keys removed: raises WeightUpdateError then.
-        """
+        """Wait for a key of the push and return its value. Raises WeightUpdateError if the push is
+        over."""
         store, number = self._store, int(push_id.partition("-")[0])
 
+        # The sender writes the end of every push, and its exit closes the store. But if this
+        # engine was disconnected, the push may be over and its keys removed.
         def check() -> None:
             if read(store.get(OVER), int) >= number:
                 raise WeightUpdateError("the push is over; the next one brings the weights")

@@ -1,9 +1,9 @@
 """DeltaTransport: pushes only the values that have changed since the push before.
 
-A push becomes a link of a chain, which another transport carries. The first link has all tensors.
-Each later link has the elements whose bits have changed since the link before. Its last tensor is a
-description, with the checksums of the weights before and after the link. WeightMirror applies the
-links at an engine. Used by `rollout.weights.transports.registry`.
+Another transport carries each push as a link of a chain. The first link has all tensors. Each
+later link has the elements whose bits have changed since the link before. The last tensor of a link
+is a description, with the checksums of the weights before and after the link. WeightMirror applies
+the links at an engine. Used by `rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by i
 class LinkDescription(msgspec.Struct, frozen=True):
     """Description of a link in a chain of deltas.
 
-    builds_on: checksum of the tensors before the link, "" for the first link. result: checksum of
-    the tensors after the link. removed: names of tensors that the link removes. parent: address and
-    tensors' checksum of the link before, if the carrier keeps links; else None.
+    `builds_on` is the checksum of the tensors before the link; "" for the first link. `result` is
+    the checksum of the tensors after the link. `removed` names the tensors that it removes.
+    `parent` is the previous link's address and `tensors_checksum`; None for the first link, and if
+    links are not kept.
     """
 
     builds_on: str
@@ -49,8 +50,8 @@ class LinkDescription(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Link:
-    """The link of a running push. `result` is the checksum of the tensors after it, "" until they
-    are read."""
+    """The link of a running push. `result` is the checksum of the tensors after the link; "" until
+    they are read."""
 
     builds_on: str
     result: str = ""
@@ -59,10 +60,10 @@ class _Link:
 class DeltaTransport:
     """A WeightTransport of deltas, whose links another transport carries.
 
-    The trainer's process keeps a copy of the weights in host memory to compare with, and each
-    engine keeps one to apply links to. An engine that joins later needs all links of a chain. A
-    directory keeps them until the next whole push. With a collective the engine waits for that
-    push.
+    The trainer's process keeps a copy of the weights in host memory to compare with. Each engine
+    keeps a copy to which it applies links. An engine that joins later needs all links of a chain. A
+    directory keeps the links until the next whole push. With a collective the engine waits for the
+    next whole push.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class DeltaTransport:
         whole_every: int = WHOLE_EVERY,
         reject_non_finite: bool = True,
     ) -> None:
-        """whole_every: number of links of a chain. The push after a refused one is whole, too.
-        Raises ConfigError if `whole_every` is below 1."""
+        """`whole_every` is the number of links of a chain. The push after a refused push is also
+        whole. Raises ConfigError if `whole_every` is below 1."""
         if whole_every < 1:
             raise ConfigError(f"whole_every={whole_every} must be 1 or more; 16 is usual")
         self._carrier, self._whole_every = carrier, whole_every
@@ -87,7 +88,7 @@ class DeltaTransport:
 
     @property
     def kind(self) -> str:
-        """The carrier's kind. Its sources are links if they have a `builds_on`."""
+        """The carrier's kind. A WeightsSource is a link if its `builds_on` is not None."""
         return self._carrier.kind
 
     @property
@@ -96,8 +97,8 @@ class DeltaTransport:
         return self._carrier.committed
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Publish the elements that have changed since the push before, or all tensors of an
-        adapter. Raises WeightUpdateError as the carrier does."""
+        """Publish the changed elements, or all tensors for an adapter or the first link of a chain.
+        Raises WeightUpdateError as the carrier does."""
         self.roll_back()
         if isinstance(named_tensors, LoraAdapter):
             return self._carrier.publish(named_tensors)
@@ -108,11 +109,10 @@ class DeltaTransport:
         return self._carrier.publish(self._encoded(named_tensors, link), builds_on=link.builds_on)
 
     def send(self, source: WeightsSource) -> None:
-        """Send the link as the carrier does."""
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """Commit the carrier's push. The next link builds on this one."""
+        """Commit the carrier's push. The next delta builds on this link."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed
@@ -120,9 +120,8 @@ class DeltaTransport:
             self._link = None
 
     def roll_back(self) -> None:
-        """Roll back the carrier's push. After a link the next push is whole, because an engine may
-        have applied the link or not."""
-        if self._link is not None:
+        """Roll back the carrier's push. After a rolled-back link the next push is whole."""
+        if self._link is not None:  # an engine may have applied the link or not
             self._link, self._checksum, self._num_links = None, "", 0
         self._carrier.roll_back()
 
@@ -135,8 +134,8 @@ class DeltaTransport:
     # ---- one push, as the carrier reads it
 
     def _encoded(self, named_tensors: NamedTensors, link: _Link) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a link, the description last. Reads one tensor of the source at a
-        time and updates the copy. Sets `link.result`."""
+        """Yield the tensors of a link, the description last. Update the copy, and set
+        `link.result`."""
         stream = streamed(named_tensors)
         names: set[str] = set()
         try:
@@ -165,10 +164,9 @@ class DeltaTransport:
         yield DESCRIPTION, torch.frombuffer(encoded, dtype=torch.uint8)
 
     def _difference(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the changes from the copy to `values`, and update the copy.
-
-        Yields the whole tensor, or its changed elements and their indices if they are smaller, or
-        nothing if no element has changed."""
+        """Yield the changes from the copy to `values`, and update the copy. Yields nothing if no
+        element has changed. Otherwise yields the smaller of two: the whole tensor, or the changed
+        elements with their indices."""
         copy = self._copy.get(name)
         if copy is None or (copy.dtype, copy.shape) != (values.dtype, values.shape):
             self._copy[name] = values.clone()
@@ -191,18 +189,16 @@ class DeltaTransport:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of a contiguous tensor as integers, [N], in which a NaN equals itself."""
+    """Return the bits of a contiguous tensor as integers, [N]."""
+    # As integers a NaN equals itself.
     return values.reshape(-1).view(_BITS[values.itemsize])
 
 
 def apply_link(
     tensors: dict[str, Tensor], link: dict[str, Tensor], description: LinkDescription
 ) -> set[str]:
-    """Apply a link to `tensors`, and remove its tensors from `link`. Return the names of the
-    changed tensors.
-
-    Raises IndexError, KeyError or RuntimeError for a link that does not fit the tensors.
-    """
+    """Apply a link to `tensors`, and return the names of the changed tensors. Empties `link`.
+    Raises IndexError, KeyError or RuntimeError for a link that does not fit the tensors."""
     changed = set()
     for name in description.removed:
         del tensors[name]
@@ -231,14 +227,12 @@ _ReceivedLink = tuple[LinkDescription, dict[str, Tensor]]
 
 
 class WeightMirror:
-    """An engine's copy of the weights of a chain, to which it applies the links.
-
-    If it missed some links, it first fetches and applies them, back to the last whole push,
-    provided that the transport kept them.
-    """
+    """An engine's copy of the weights of a chain, to which it applies the links. If the engine
+    missed some links, `fetch` first gets and applies them, back to the last whole push, provided
+    the transport kept them."""
 
     def __init__(self, fetch: Callable[[WeightsSource], dict[str, Tensor]]) -> None:
-        """`fetch` returns the tensors of a link, by the carrier's way to fetch a source."""
+        """`fetch` is the carrier's function that returns the tensors of a link."""
         self._fetch = fetch
         self._tensors: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
@@ -246,11 +240,9 @@ class WeightMirror:
 
     @torch.no_grad()
     def fetch(self, source: WeightsSource) -> Mapping[str, Tensor]:
-        """Apply the link at `source`, and return all tensors. The next call changes them.
-
-        Raises WeightUpdateError if the link, or one before it that this engine lacks, cannot be
-        fetched, does not fit the copy, or does not give the checksum that it announces.
-        """
+        """Apply the link at `source`, and return all tensors. The next call changes them. Raises
+        WeightUpdateError if a needed link cannot be fetched, does not fit the copy, or does not
+        give the checksum that it announces."""
         for description, link in reversed(self._missing_links(source)):
             self._checksum = ""
             if not description.builds_on:
@@ -266,10 +258,9 @@ class WeightMirror:
         return dict(self._tensors)
 
     def _missing_links(self, source: WeightsSource) -> list[_ReceivedLink]:
-        """Fetch the link at `source` and the links before it, back to one that fits the copy.
-
-        Returns them latest first. Raises WeightUpdateError if the chain does not reach back to the
-        copy or to a whole push."""
+        """Return the link at `source` and the links before it, back to one that fits the copy,
+        latest first. Raises WeightUpdateError if the chain does not reach back to the copy or to a
+        whole push."""
         links: list[_ReceivedLink] = []
         while len(links) < _MAX_LINKS:
             link = self._fetch(source)

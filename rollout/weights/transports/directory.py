@@ -1,14 +1,14 @@
-"""DirectoryTransport: pushes as checkpoints in a directory, which may be on a shared file system.
+"""DirectoryTransport: pushes as checkpoints in a directory, which can be on a shared file system.
 
     root/push-<number>-<random>/model-00001.safetensors ...
     root/push-<number>-<random>/model.safetensors.index.json     written last
 
 The index makes a push valid: engines do not read a directory without it. The last committed push
-stays, for engines that join later.
+stays, for engines that join later. On tmpfs, released files are kept and reused by a later push. A
+reader holds a lock on a file while it has a view of a tensor.
 
-On tmpfs, whose readers are all on this host, released files are reused by the push after the next:
-new memory would cost more than the copy. A reader holds a lock on them while it has a view of a
-tensor. Used by `rollout.weights.transports.registry`; DirectoryTransport also carries deltas.
+Used by `rollout.weights.transports.registry`, and by `rollout.weights.transports.delta` to carry
+deltas. Writes and deletes files below the root.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """A published push. `files` has its reusable files, if the directory is on tmpfs."""
+    """A published push. `files` has its reusable files, which exist only on tmpfs."""
 
     directory: Path
     source: WeightsSource
@@ -43,11 +43,9 @@ class _Push:
 
 
 class DirectoryTransport(KeptTransport[_Push]):
-    """A WeightTransport: `publish` writes a checkpoint, which engines map.
-
-    Engines must see the directory under the same path: on a shared file system, or on any one if
-    all are on this host. A program that can write there can change what engines serve.
-    """
+    """A WeightTransport whose `publish` writes a checkpoint, which engines map. Engines must see
+    the directory under the same path, so engines on other hosts need a shared file system. A
+    program that can write there can change what engines serve."""
 
     kind = "directory"
 
@@ -57,6 +55,7 @@ class DirectoryTransport(KeptTransport[_Push]):
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         super().__init__(self._keep_spare)
         self._num_pushes = 0
+        # Released files on tmpfs: new memory would cost more than the copy.
         self._spare: list[ReusableFile] = []
         try:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -69,11 +68,9 @@ class DirectoryTransport(KeptTransport[_Push]):
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
     ) -> WeightsSource:
-        """Write tensors from any device to a new directory, and return its source.
-
-        `builds_on` is a field of the WeightsSource, given by a DeltaTransport. Raises
-        WeightUpdateError as WeightTransport says, and if the tensors cannot be written.
-        """
+        """Write tensors from any device to a new directory, and return its source. `builds_on` is a
+        field of the WeightsSource, given by a DeltaTransport. Raises WeightUpdateError as
+        WeightTransport says, and if the tensors cannot be written."""
         self.roll_back()
         lora = terms_of(named_tensors)
         self._num_pushes += 1
@@ -111,11 +108,8 @@ class DirectoryTransport(KeptTransport[_Push]):
     def _write(
         self, named_tensors: NamedTensors, directory: Path, files: list[ReusableFile]
     ) -> str:
-        """Write a checkpoint and return its checksum. Reusable files are appended to `files`.
-
-        Other files are closed, so that readers on other hosts see all their bytes. They are not
-        flushed to disk, because they are useless after this process has ended.
-        """
+        """Write a checkpoint and return its checksum. Append reusable files to `files`, and close
+        other files."""
         if self._is_in_memory:
 
             def opened(path: Path) -> ReusableFile:
@@ -125,14 +119,15 @@ class DirectoryTransport(KeptTransport[_Push]):
             with CheckpointWriter(directory, open_file=opened) as writer:
                 checksum = self._reader.read_into(named_tensors, writer.room_for)
         else:
+            # Closed, so that readers on other hosts see all bytes. Not flushed to disk, because the
+            # files are useless after this process has ended.
             with CheckpointWriter(directory) as writer:
                 checksum = self._reader.read(named_tensors, writer.write)
         writer.write_index({"tensors_checksum": checksum})
         return checksum
 
     def _file_at(self, path: Path) -> ReusableFile:
-        """Return a locked file for `path`: a spare without readers if there is one, else a new
-        file."""
+        """Return a locked file for `path`: a spare file without readers, else a new file."""
         for index, file in enumerate(self._spare):
             if file.reopen(path):
                 return self._spare.pop(index)
@@ -176,8 +171,8 @@ def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
 
 
 def _file_names(directory: Path, source: WeightsSource) -> list[str]:
-    """Return the names of the source's files, from the index. Raises ModelError if it is gone or
-    invalid, or belongs to another push."""
+    """Return the names of the source's files, from the index. Raises ModelError if the index is
+    gone or invalid, or belongs to another push."""
     index = read_json(directory / INDEX_FILE)
     checksum = (index.get("metadata") or {}).get("tensors_checksum")
     if checksum != source.tensors_checksum:

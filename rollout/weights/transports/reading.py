@@ -1,7 +1,7 @@
 """TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile.
 
-Used by the collective, delta, directory and shared transports. Writes only to memory that they
-provide.
+Used by the collective, delta, directory and shared transports. Writes only to memory that the
+transports provide.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from rollout.weights.update import Fingerprint, NamedTensors, checksum_of, strea
 
 
 class TensorReader:
-    """Reads, copies and hashes the tensors of pushes."""
-
     def __init__(self, *, reject_non_finite: bool, device: torch.device | None = None) -> None:
-        """`device` is where `write` gets the tensors; None means the host. With `reject_non_finite`
-        NaN and infinity are refused."""
+        """`device` is where `write` gets the tensors; None means the host. `reject_non_finite`
+        refuses NaN and infinity."""
         self._reject_non_finite = reject_non_finite
         self._device = device or torch.device("cpu")
         # Created once, on first use, because that compiles kernels.
@@ -38,11 +36,13 @@ class TensorReader:
     def read(self, named_tensors: NamedTensors, write: Callable[[str, Tensor], None]) -> str:
         """Call `write` with each tensor's name and values. Return the checksum of all tensors.
 
-        `write` gets whole, contiguous tensors on the device, which are valid until it returns. They
-        are read in the order of `streamed`, one at a time. After an error the rest is read, too,
-        because reading sharded tensors is a collective of all ranks of a trainer. Tensors that a
-        model computes are left out. Raises WeightUpdateError for a tensor that cannot be read, and
-        for NaN or infinity if they are refused; also what `write` raises.
+        The values are whole, contiguous tensors on the device, valid until `write` returns. Tensors
+        come one at a time, in the order of `streamed`. Tensors that a model computes itself are
+        left out. After an error the remaining tensors are still read, because reading sharded
+        tensors is a collective of all ranks of a trainer.
+
+        Raises WeightUpdateError for a tensor that cannot be read, and for refused NaN or infinity.
+        Also raises the errors of `write`.
         """
 
         def written(name: str, tensor: Tensor) -> Fingerprint:
@@ -55,11 +55,9 @@ class TensorReader:
     def read_into(
         self, named_tensors: NamedTensors, room_for: Callable[[str, Tensor], Tensor]
     ) -> str:
-        """Copy each tensor to the memory that `room_for` returns for it, and hash it meanwhile.
-
-        This must be host memory with the tensor's shape and dtype. Order, result and errors are as
-        in `read`.
-        """
+        """Copy each tensor to the memory that `room_for` returns for it. Return the checksum of all
+        tensors. `room_for` must return host memory with the tensor's shape and dtype. Order and
+        errors are as in `read`."""
         ops = self._ops = self._ops or cpu_backend("device").ops
 
         def copied(name: str, tensor: Tensor) -> Fingerprint:
@@ -106,7 +104,8 @@ class TensorReader:
             raise _copy_failed(name, error) from error
 
     def check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
-        """Raise WeightUpdateError if a tensor has NaN or infinity and they are refused."""
+        """Raise WeightUpdateError if a tensor has NaN or infinity and `reject_non_finite` is
+        set."""
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
         if bad and self._reject_non_finite:
             more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
@@ -122,7 +121,7 @@ def _copy_failed(name: str, error: Exception) -> WeightUpdateError:
 
 def terms_of(named_tensors: NamedTensors) -> LoraTerms | None:
     """Return the settings of an adapter; None for weights. Raises WeightUpdateError for an adapter
-    with a base, and for one with invalid tensors."""
+    with a `base` or with invalid tensors."""
     if not isinstance(named_tensors, LoraAdapter):
         return None
     adapter = named_tensors

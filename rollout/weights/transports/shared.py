@@ -1,9 +1,9 @@
 """SharedTransport: one copy of the weights in shared memory, for all engines of a machine.
 
-The memory is an anonymous file (memfd), which the system frees when the trainer and all readers
-have closed it. Linux only. A released file is kept for the next push, because new memory would cost
-more than the copy. A reader locks the file while it has a view of a tensor. A push does not rewrite
-a file with a reader, but writes a new one. Used by `rollout.weights.transports.registry`.
+The memory is an anonymous file (memfd, Linux only), which the system frees when the trainer and all
+readers have closed it. A released file is kept and reused by a later push. A reader locks the file
+while it has a view of a tensor, and a push never rewrites a locked file. Used by
+`rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class _Segment:
 
 
 class SharedTransport(KeptTransport[_Segment]):
-    """A WeightTransport: `publish` copies the tensors to shared memory, which engines map."""
+    """A WeightTransport whose `publish` copies the tensors to shared memory, which engines map."""
 
     kind = "shared"
 
     def __init__(self, *, reject_non_finite: bool = True, reuses_memory: bool = True) -> None:
-        """`reuses_memory`: keep one released file for the next push, else close released files."""
+        """`reuses_memory` keeps one released file for a later push. Otherwise released files are
+        closed."""
         self._reader = TensorReader(reject_non_finite=reject_non_finite)
         self._reuses_memory = reuses_memory
+        # A released file, which may have readers: new memory would cost more than the copy.
         self._spare: TensorFile | None = None
         super().__init__(lambda segment: self._keep_spare(segment.file))
 
@@ -101,7 +103,7 @@ class SharedTransport(KeptTransport[_Segment]):
             spare.close()
 
     def _file_to_write(self) -> TensorFile:
-        """Return a file locked for writing: the spare file if it has no reader, else a new one."""
+        """Return a file locked for writing: the spare file if it has no reader, else a new file."""
         if self._spare is not None and lock_for_writing(self._spare.descriptor):
             file, self._spare = self._spare, None
             return file
@@ -110,8 +112,8 @@ class SharedTransport(KeptTransport[_Segment]):
         return file
 
     def _keep_spare(self, released: TensorFile) -> None:
-        """Keep a released file as the spare, and close the previous spare, which may have a reader.
-        Without memory reuse, close the released file instead."""
+        """Keep a released file as the spare, and close the previous spare. Without memory reuse,
+        close the released file instead."""
         _write_id(released, "")  # new readers must not begin to read it
         old: TensorFile | None = released
         if self._reuses_memory:
@@ -121,11 +123,9 @@ class SharedTransport(KeptTransport[_Segment]):
 
 
 def fetch_shared(source: WeightsSource) -> SharedTensors:
-    """Return the tensors of `source`, on the CPU, as views of its mapped memory.
-
-    The other ranks of an engine can open them, too. Raises WeightUpdateError if the source was
-    released, is not a SharedTransport's file, or does not fit its manifest.
-    """
+    """Return the tensors of `source`, on the CPU, as views of its mapped memory. The other ranks of
+    an engine can open the result, too. Raises WeightUpdateError if the source was released, is not
+    a SharedTransport's file, or does not fit its manifest."""
     entries = source.entries()
     try:
         shared, size = _open(source.address, entries)
@@ -190,7 +190,7 @@ def _size_of(descriptor: int) -> int:
 
 def _place(name: str, entry: TensorEntry, size: int) -> Place:
     """Return the place of a manifest's tensor in a file of `size` bytes. Raises WeightUpdateError
-    if it does not fit."""
+    if the tensor does not fit."""
     dtype, end = getattr(torch, entry.dtype, None), entry.offset + entry.num_bytes
     if (
         not isinstance(dtype, torch.dtype)
