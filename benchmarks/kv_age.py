@@ -233,13 +233,13 @@ def table(gaps: Sequence[Gap]) -> str:
         if gap.version > last / 2:
             rows[gap.engine, gap.bound].append(gap)
     lines = [
-        "| engine | bound, versions | mean age | mean gap, nats | KL | tokens beyond 20% | worst |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| engine | bound, versions | mean age | mean gap, nats | tokens beyond 20% | worst |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for (engine, bound), own in rows.items():
         bound = "" if engine == OLD_WEIGHTS else bound
         cells = [engine, bound, f"{fmean(gap.age for gap in own):.1f}"]
-        cells += [f"{fmean(getattr(gap, name) for gap in own):.2g}" for name in ("gap", "kl")]
+        cells += [f"{fmean(gap.gap for gap in own):.2g}"]
         cells += [f"{fmean(gap.outside for gap in own):.1%}"]
         lines.append(table_row([*cells, f"{max(gap.worst for gap in own):.2g}"]))
     return "\n".join(lines)
