@@ -225,7 +225,7 @@ def step(
 def table(gaps: Sequence[Gap]) -> str:
     """Return a Markdown table with a row for each engine and bound.
 
-    Figures are means over the second half of all runs.
+    The figures are of the second half of all runs: means, and as `worst` the maximum.
     """
     last = max(gap.version for gap in gaps)
     rows: dict[tuple[str, str], list[Gap]] = defaultdict(list)
