@@ -1,8 +1,8 @@
 """The "relay" and "bare" peers of `benchmarks.coordinator`: a ROUTER, and plain DEALERs.
 
 Used by `benchmarks.coordinator_fleet`, which runs each function `serve_*` in a process of its own.
-The peers open sockets on loopback, and send frames that were encoded in advance. With a
-coordinator, engines and clients follow its protocol. With the relay they decode nothing.
+The peers open sockets on loopback and send frames encoded in advance. A coordinator's engines and
+clients follow its protocol. The relay's engines and clients decode no frame.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class _BareClient:
     def take(self) -> list[float]:
         """Receive the replies that have arrived, and return a latency in seconds for each reply.
 
-        Matches replies with requests in the order of sending, which keeps the latencies' sum. Also
+        Pairs replies with requests in sending order, so the mean latency is exact. Also
         acknowledges replies to a coordinator if enough are unacknowledged or the oldest waits too
         long.
         """

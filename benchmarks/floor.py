@@ -97,7 +97,7 @@ class MatmulFloor:
 
 
 def _products(linears: list[Linear], ops: Ops[Any]) -> dict[str, list[Product]]:
-    """Return a function per layer for each kind of product, by the name of the kind."""
+    """Return the products by kind, such as "torch": a function for each layer."""
     weights = [linear.weight.detach() for linear in linears]
     handles = [ops.prepare_linear(weight) for weight in weights]
     ops.choose_products(handles)
@@ -140,7 +140,7 @@ class StepTrace:
         self._steps.clear()
 
     def take_runs(self, num_runs: int, *, num_forked: int) -> list[StepRows]:
-        """Return the steps of the first of `num_runs` equal runs, and drop all steps.
+        """Return the first run's steps, and clear all. All `num_runs` runs are equal.
 
         `num_forked` is the number of samples in the first step that share another sample's logits.
         """

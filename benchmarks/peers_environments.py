@@ -1,4 +1,4 @@
-"""Installs the peers of `benchmarks.peers`, each in its own environment, and starts them.
+"""Installs and starts the peers of `benchmarks.peers`, most in environments of their own.
 
 Used by `benchmarks.peers`. Writes environments, converted models and log files below the cache
 folder, and starts child processes.
@@ -106,7 +106,7 @@ class PeerRecipe:
     module: main module of the peer's process.
     requirements: packages for pip. Without any, the peer runs in the environment of this process.
     removed: dependencies that are uninstalled again, because they fail with the pinned torch.
-    is_converted: whether the peer reads a file format of its own, also with int8 weights.
+    is_converted: whether the peer has its own file format, which can hold int8 weights.
     """
 
     name: str

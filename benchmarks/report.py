@@ -31,7 +31,7 @@ class Results:
     """All measurements of one run of the benchmark.
 
     steps: decode steps and their floors.
-    largest_logprob_error: result of that function in `benchmarks.contestants`, or None.
+    largest_logprob_error: largest error of our log-probs, or None if not measured.
     """
 
     date: str

@@ -105,8 +105,8 @@ def _gaps(
     arrivals: list[float] | None,
     reports: Sequence[WeightUpdateReport],
 ) -> dict[str, Any]:
-    """Return the figures of one request. `arrivals` has the times of its streamed tokens, or is
-    None."""
+    """Return the figures of one request. `arrivals` are the times of its tokens if it was
+    streamed."""
     assert request.tpot is not None
     versions = request.policy_versions.tolist()
     changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
