@@ -266,7 +266,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
                 continue
             versions, values = zip(*sorted(by_version.items()), strict=True)
             is_old = name == OLD_WEIGHTS
-            label = "weights of version 0" if is_old else f"KV: bound {bound}"
+            of_kv = "KV: no bound" if bound == "none" else f"KV: bound {bound}"
+            label = "weights of version 0" if is_old else of_kv
             style = {"color": "gray", "linestyle": "--"} if is_old else {}
             (line,) = axes.plot(versions, [fmean(v) for v in values], label=label, **style)
             low, high = [min(v) for v in values], [max(v) for v in values]
@@ -275,7 +276,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("mean gap of log-probs, nats")
-    panels[-1].legend(frameon=False, fontsize="x-small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
 
