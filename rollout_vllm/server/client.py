@@ -1,6 +1,6 @@
 """VllmServer: a client of the HTTP routes of `vllm serve`. A thread of its own reads the streams.
 
-`rollout_vllm.server.engine` makes it. The scheduler, the pipeline and the executor beside it use it.
+`rollout_vllm.server.engine` makes it. The scheduler, the pipeline and the executor use it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chunk:
 
 
 class VllmServer:
-    """A client of one server. One thread calls the methods, except `call`, which any thread may use.
+    """A client of one server. One thread calls the methods; any thread may use `call`.
 
     expected_label: the name of the served weights, which the server must report from now on; None
     while they change, and before it is set. A thread asks the server for the name each second: a
@@ -139,7 +139,7 @@ class VllmServer:
         reason = f"no answer within {seconds:g} s" if is_late else error
         return LockstepError(
             f"the vLLM server at {self.url} does not answer {path} ({reason}); start it, then this "
-            "engine again"
+            "engine"
         )
 
     def _refusal(self, path: str, status: int, text: str) -> ServerRefusalError:

@@ -1,6 +1,6 @@
 """make_engine: an Engine whose steps run in a `vllm serve` process.
 
-`rollout.apis.engines` calls it for `InferenceConfig(engine="vllm-server")`, found by an entry point.
+`rollout.apis.engines` calls it for `InferenceConfig(engine="vllm-server")`, by an entry point.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.engine.guard import CallGuard
 from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
 from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
-from rollout.errors import ConfigError, InvalidRequestError, ModelError
+from rollout.errors import ConfigError, InvalidRequestError, LockstepError, ModelError
 from rollout.models.checkpoints.directory import fault_of_directory
 from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import end_ids_of, union_of_ids
@@ -27,7 +27,7 @@ from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer
-from rollout_vllm.options import check_params
+from rollout_vllm.options import LOGPROBS_MODES, check_params
 from rollout_vllm.server.client import ServerRefusalError, VllmServer
 from rollout_vllm.server.executor import ServerExecutor
 from rollout_vllm.server.pipeline import ServerPipeline
@@ -92,7 +92,7 @@ def make_engine(
     """Return an engine in RUNNING. `model` is the directory that the server serves.
 
     Raises ConfigError for a field or an option that cannot be followed, and for a server without
-    the routes that are needed; ModelError for another model; LockstepError if no server answers.
+    the routes that are needed, or that does not answer; ModelError for another model.
     """
     options = _options(config)
     if not isinstance(model, str | Path):
@@ -161,6 +161,8 @@ def _server_config(server: VllmServer) -> dict[str, Any]:
     """Return the server's VllmConfig. Raises ConfigError if a route is missing that is needed."""
     try:
         found = server.call("GET", "/server_info?config_format=json")
+    except LockstepError as error:
+        raise ConfigError(f"{error}: {START}") from error
     except ServerRefusalError as error:
         raise ConfigError(
             f"the vLLM server at {server.url} lacks the routes that update its weights, or refuses "
@@ -179,6 +181,12 @@ def _server_config(server: VllmServer) -> dict[str, Any]:
         raise ConfigError(
             f"the vLLM server has data_parallel_size={num_servers}; start that many servers, each "
             "with an engine beside it"
+        )
+    mode = config["model_config"]["logprobs_mode"]
+    if mode not in LOGPROBS_MODES:
+        raise ConfigError(
+            f"the vLLM server reports {mode}, and records hold log-probs; start it with "
+            f"--logprobs-mode {LOGPROBS_MODES[0]} or {LOGPROBS_MODES[1]}"
         )
     return config
 
@@ -296,8 +304,9 @@ def check_server_params(params: SamplingParams, logprobs_mode: str) -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if value := getattr(params, name):
             raise InvalidRequestError(
-                f"{name}={value} does not work with engine='vllm-server': a request continues after "
-                "an update with its output as a prompt, which vLLM does not penalise; leave it out"
+                f"{name}={value} does not work with engine='vllm-server': a request continues "
+                "after an update with its output as a prompt, which vLLM does not penalise; leave "
+                "it out"
             )
 
 

@@ -139,7 +139,9 @@ class ServerPipeline:
             elif isinstance(chunk.error, LockstepError):
                 self._server.failure = self._server.failure or chunk.error
         if self._server.failure is not None and self._server.is_foreign:
-            self._fail_running(self._server.failure, results)  # their tokens may be of other weights
+            self._fail_running(
+                self._server.failure, results
+            )  # their tokens may be of other weights
         if not (results.token_ids or results.finished):
             return
         update = StepUpdate(
