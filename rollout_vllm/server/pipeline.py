@@ -259,7 +259,8 @@ class ServerPipeline:
             self._server.report_foreign(", ".join(labels) or None)
         if self._server.failure is not None:
             raise self._server.failure
-        self._counters.step_times.add(1, time.perf_counter() - start)
+        # A step here waits for what has arrived: its time does not grow with the tokens.
+        self._counters.step_times.add(self._scheduler.max_tokens, time.perf_counter() - start)
 
     def suspects(self) -> list[int]:
         return []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,9 +50,8 @@ def engine(server: ServerProcess) -> Iterator[Engine]:
 def engine_beside(server: ServerProcess, **fields: Any) -> Engine:
     from rollout_vllm.server.engine import make_engine
 
-    config = InferenceConfig(
-        engine="vllm-server", engine_options={"url": server.url}, seed=0, **fields
-    )
+    fields = {"engine_options": {"url": server.url}, "seed": 0, **fields}
+    config = InferenceConfig(engine="vllm-server", **fields)
     return make_engine(directory_of(), config)
 
 
@@ -164,6 +165,20 @@ def test_requests_fail_if_somebody_else_updates_the_vllm_server(engine: Engine) 
     assert record.current.failed()
     with pytest.raises(LockstepError, match="somebody else has updated it"):
         engine.check_ranks()
+
+
+def test_step_raises_when_the_vllm_server_hangs(server: ServerProcess) -> None:
+    engine = engine_beside(server, engine_options={"url": server.url, "timeout_s": 30})
+    try:
+        engine.add_request([4] * 20, GREEDY)
+        run_until(engine, 5)
+        os.killpg(server.process.pid, signal.SIGSTOP)
+        with pytest.raises(LockstepError, match="no answer within 30 s"):
+            run_until(engine, NUM_NEW + 1)
+        assert engine.has_unfinished_requests()  # so that another engine continues them
+    finally:
+        os.killpg(server.process.pid, signal.SIGCONT)
+        engine.shutdown()
 
 
 def test_abort_request_ends_a_request_of_a_vllm_server(engine: Engine) -> None:
