@@ -181,7 +181,8 @@ class VllmServer:
             return found
 
     async def _read(self, attempt: str, body: Mapping[str, Any]) -> None:
-        path, error = "/inference/v1/generate", None
+        path = "/inference/v1/generate"
+        error: RolloutError | None = None
         try:
             async with self._session.post(self.url + path, json=body) as reply:
                 if reply.status >= 400:
