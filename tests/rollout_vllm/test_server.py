@@ -25,7 +25,7 @@ if not HAS_VLLM:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(1800)
-NUM_NEW = 100
+NUM_NEW = 300  # so many that a request still runs when this process acts on its first tokens
 PARAMS = SamplingParams(
     num_tokens_to_generate=NUM_NEW, return_log_probs=True, termination_id=-1, seed=7
 )
@@ -74,17 +74,27 @@ def run_until(engine: Engine, num_tokens: int) -> list[DynamicInferenceRequestRe
     return records
 
 
+def update_after(
+    engine: Engine, num_tokens: int, version: int
+) -> list[DynamicInferenceRequestRecord]:
+    """Commit the weights of a version as soon as a request has so many tokens."""
+    staged = engine.stage_weights(vllm_weights(version))
+    records = run_until(engine, num_tokens)
+    engine.commit_weights(staged, version, in_flight=True)
+    return records
+
+
 def test_tokens_of_a_vllm_server_are_of_their_recorded_versions(server: ServerProcess) -> None:
     """With the bound 0 all KV is as new as its token's policy, so that each log-prob is known."""
     engine = engine_beside(server, max_kv_staleness_versions=0)
     replay = Replay(lambda version: vllm_model(seed=version))
     try:
-        for index in range(5):
+        for index in range(3):
             engine.add_request([5 + index] * 40, PARAMS if index % 2 else GREEDY)
-        records = []
-        for version in (1, 2):
-            records += run_until(engine, 20 * version)
-            engine.update_weights(vllm_weights(version), version, in_flight=True)
+        records = update_after(engine, 5, 1)
+        engine.add_request([9] * 40, PARAMS)
+        records += update_after(engine, 10, 2)
+        engine.add_request([9] * 40, GREEDY)
         records += run_until(engine, NUM_NEW + 1)
         assert len(records) == 5
         for record in records:
@@ -93,7 +103,9 @@ def test_tokens_of_a_vllm_server_are_of_their_recorded_versions(server: ServerPr
             assert request.num_generated_tokens == NUM_NEW
             assert request.kv_versions_are_bounds
             assert request.policy_versions.tolist() == list(request.context_kv_version_min)
-        assert {v for r in records for v in r.merge().policy_versions.tolist()} >= {0, 1}
+        versions = [set(record.merge().policy_versions.tolist()) for record in records]
+        assert set.union(*versions) >= {0, 2}
+        assert max(map(len, versions)) > 1
         assert replay.num_tokens == 5 * NUM_NEW
         print(f"worst log-prob gap {replay.worst_gap:.1e}")
         assert replay.worst_gap < 1e-4
@@ -108,8 +120,7 @@ def test_max_kv_staleness_versions_bounds_kv_of_a_vllm_server(server: ServerProc
             engine.add_request([3 + index] * 33, GREEDY)
         records = []
         for version in (1, 2, 3):
-            records += run_until(engine, 10 * version)
-            engine.update_weights(vllm_weights(version % 2), version, in_flight=True)
+            records += update_after(engine, 5 * version, version)
         records += run_until(engine, NUM_NEW + 1)
         ages = [
             policy - oldest
