@@ -2,13 +2,13 @@
 
     python -m examples.arithmetic DIRECTORY
 
-writes model/, a Qwen3 of 0.1M parameters with random weights and its tokenizer. It also writes sums
-of two numbers with two digits: questions.jsonl and held_out.jsonl with right answers, and
-homework.jsonl with answers that forget the carries in three sums of four. A warm-up on the homework
-learns to add column by column and to forget carries as often. Training with the reward `is_right`
-then teaches to carry. No sum of held_out.jsonl is in the other files.
-
-Used by examples/sums.yaml, the config of the job, which names the files and `is_right`.
+writes a model and sums of two numbers with two digits. examples/sums.yaml is the config of a job
+that names these files and `is_right`.
+model/ is a Qwen3 of 0.1M parameters with random weights, and its tokenizer. questions.jsonl and
+held_out.jsonl have right answers. homework.jsonl has answers that forget the carries in three sums
+of four. A warm-up on the homework teaches the model to add column by column, and mostly to forget
+the carries. Training with the reward `is_right` then teaches it to carry. No sum of held_out.jsonl
+is in the other files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Sum = tuple[int, int]
 
 
 def is_right(completions: Sequence[str], answer: Sequence[str]) -> list[float]:
-    """Return 1 for a completion that equals its answer, white space around it aside, else 0."""
+    """Return 1 for a completion that equals its answer, ignoring white space around it, else 0."""
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 

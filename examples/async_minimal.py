@@ -1,6 +1,9 @@
 """Asynchronous GRPO: a tiny random model learns to count.
 
 python examples/async_minimal.py [--in-process] [--suspend]
+
+--in-process runs the engine in this process. --suspend suspends the engine while the trainer works.
+`benchmarks.staleness_bound` uses `reward` and `ENGINE`.
 """
 
 import asyncio
@@ -32,13 +35,13 @@ ENGINE: dict[str, Any] = dict(max_sequence_length=7, num_threads=1)
 def reward(
     prompts: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
 ) -> list[float]:
-    """Return for each rollout the share of generated tokens that equal the token before plus 1."""
+    """Return each rollout's fraction of generated tokens that equal the token before plus 1."""
     rollouts = [[*prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
     return [sum(b == a + 1 for a, b in pairwise(r)) / (len(r) - 1) for r in rollouts]
 
 
 async def train(llm: AsyncLLM | ThreadedLLM, policy: Qwen3ForCausalLM, suspend: bool) -> None:
-    """Train `policy`. Meanwhile the engine generates the next batch, or with `suspend` is idle."""
+    """Train `policy`. The engine meanwhile generates the next batch, or is idle if `suspend`."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
     weight_sync, prompts = WeightSync(llm, in_flight=not suspend), [[token] for token in range(8)]
     async with AsyncRolloutProducer(

@@ -21,7 +21,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 16, 8, 40
 
 
 def reward(tokens: list[int]) -> float:
-    """Return the share of tokens after the first that are one more than the token before."""
+    """Return the fraction of tokens after the first that equal the token before plus 1."""
     return sum(b == a + 1 for a, b in pairwise(tokens)) / (len(tokens) - 1)
 
 

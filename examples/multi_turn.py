@@ -1,12 +1,12 @@
-"""Rollouts of several turns with a tool, trained on, all in token space. Half a minute on a CPU.
+"""Training on rollouts of several turns with a tool. Half a minute on a CPU.
 
     python examples/multi_turn.py
 
-A small random model is asked sums such as "7*12=". Whenever it samples "!" the turn ends, a
-calculator answers the last sum, and the model continues from all tokens so far. The calculator's
-answer is appended as tokens. Sampled tokens are never decoded and encoded again, because "1" "2"
-would become one token "12", which the model did not choose. Each batch is checked: the mask covers
-the sampled tokens of all turns and nothing else, and the trainer's log-probs equal the engine's.
+A small random model is asked products such as "7*12=". A turn ends when it samples "!". A
+calculator then answers the last sum or product in the text, and the model continues from all tokens
+so far. The calculator's answer is appended as tokens. Sampled tokens are never decoded and encoded
+again, because "1" "2" would become one token "12", which the model did not choose. Each batch is
+checked: the mask covers exactly the sampled tokens, and the trainer's log-probs equal the engine's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENGINE = InferenceConfig(block_size_tokens=8, max_sequence_length=256, buffer_si
 
 
 class SumTokenizer:
-    """One token for each character and each number from 10 to 19: texts have several encodings.
+    """One token per character and per number from 10 to 19, so texts have several encodings.
 
     The end token is CALL.
     """
@@ -55,16 +55,15 @@ class SumTokenizer:
         self.vocab_size = len(self.texts)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`; two-digit tokens are preferred."""
+        """Return the ids of `text`, with two-digit tokens where possible."""
         return [self._ids[part] for part in re.findall(r"1\d|.", text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the joined texts of all tokens, special ones included."""
         return "".join(self.texts[token_id] for token_id in ids)
 
 
 def calculator(text: str) -> str:
-    """Return the value of the last sum or product in `text` as "<value>"; "<?>" without one."""
+    """Return the value of the last sum or product in `text` as "<value>", or "<?>" without one."""
     sums = re.findall(r"(\d{1,4})([+*])(\d{1,4})", text)
     if not sums:
         return "<?>"
@@ -84,7 +83,7 @@ async def use_the_tool(llm: RolloutLLM, prompt: Sequence[int]) -> list[DynamicIn
         context += turn.generated_tokens
         if turn.finish_reason != "stop":
             break
-        # The tool reads text; the context stays tokens.
+        # The tool reads text. The context stays tokens.
         context += llm.tokenizer.encode(calculator(llm.tokenizer.decode(context)))
     return turns
 

@@ -4,8 +4,8 @@
 
 A small random model is asked for a sum, a difference or a product, and has a Python tool. Each of a
 few programs is one token. Some programs loop for ever, take all memory, read the machine's files or
-start processes without end. The sandbox stops or refuses these, and other rollouts are not
-affected. With GRPO the model learns which program to run. docs/how-to/environment-packages.md says
+start processes without end. The sandbox stops or refuses these, without an effect on other
+rollouts. With GRPO the model learns which program to run. docs/how-to/environment-packages.md says
 what the sandbox protects against.
 """
 
@@ -52,7 +52,7 @@ PYTHON = PythonLimits(cpu_s=1, memory_bytes=256 << 20)
 
 
 class Calculation(ToolEnvironment):
-    """One question about two numbers, which programs know as `a` and `b`. The model does not."""
+    """One question about two numbers. Programs know them as `a` and `b`, and the model does not."""
 
     def __init__(self, python: PythonTool) -> None:
         self._python = python
@@ -111,7 +111,7 @@ def tiny_policy(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
 
 
 def questions(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return rows with a prompt and two numbers, whose sum, difference and product differ."""
+    """Return rows with two numbers, which ask in turn for a sum, a difference and a product."""
     numbers = random.Random(seed)
     return [
         {
@@ -169,7 +169,6 @@ async def train(seed: int = 0, num_steps: int = 20) -> list[float]:
 
 
 def _ends(batch: Any) -> str:
-    """Return a text with the numbers of a batch's programs that ran, failed and were stopped."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     ends = Counter(end for r in rollouts for end in r.state["environment"]["programs"])
     return ", ".join(f"{ends[end]} {end}" for end in ("ran", "failed", "stopped"))

@@ -1,4 +1,4 @@
-"""GRPO where the processes of an FSDP2 trainer are the ranks of one engine, on a CPU:
+"""GRPO where the processes of an FSDP2 trainer are the ranks of one engine, on a CPU.
 
 torchrun --standalone --nproc-per-node 2 examples/ranks_minimal.py
 """
@@ -27,7 +27,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_STEPS = 16, 8, 40
 
 
 def reward(tokens: list[int]) -> float:
-    """Return the share of tokens after the first that are one more than the token before."""
+    """Return the fraction of tokens after the first that equal the token before plus 1."""
     return sum(b == a + 1 for a, b in pairwise(tokens)) / (len(tokens) - 1)
 
 
@@ -56,7 +56,7 @@ with llm:
         rewards = [reward([*r.prompt_tokens.tolist(), *r.generated_tokens]) for r in requests]
         batch = collate_rollouts(requests, rewards, train_version=llm.weights_version)
         advantages_PG = group_advantages(batch.rewards_B.view(NUM_PROMPTS, GROUP_SIZE))
-        own = slice(rank, None, size)  # of the batch that all ranks have, each trains on a part
+        own = slice(rank, None, size)  # all ranks have the batch, and each trains on a part
         tokens_BT = batch.tokens_BT[own]
         logprobs_BT = token_logprobs(policy(tokens_BT).logits, tokens_BT)
         loss, _ = policy_loss(

@@ -3,9 +3,9 @@
     rollout train --config-dir examples --config-name store    # store.yaml; a minute on a CPU
 
 A small random model is told "Buy a fig." It has to ask for the price with one tool and to pay it
-with the other. The warm-up learns from demonstrations, four in five of which ask for the price of
-the next item in ITEMS and pay that. With GRPO the model then learns from the reward alone to ask
-for the right item. See docs/how-to/environments.md.
+with the other. The warm-up learns from demonstrations. Four in five of them ask for the price of
+the next item in ITEMS and pay that price. With GRPO the model then learns from the reward alone to
+ask for the right item. See docs/how-to/environments.md.
 
 Used by examples/store.yaml, the config of the job, which names `prompts`, `Store` and
 `store_tokenizer`.
@@ -27,7 +27,7 @@ from trainer_hooks.environments import ToolCallError, ToolEnvironment, tool
 
 ITEMS = ("fig", "pear", "plum", "lemon", "melon", "apple")
 LARGEST_PRICE = 9
-CARELESS_SHARE = 0.8  # of the demonstrations
+CARELESS_SHARE = 0.8  # fraction of demonstrations that buy the next item
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CHAT_TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}
@@ -115,14 +115,17 @@ def demonstrations(tokenizer: Any, seed: int, count: int) -> Iterator[PromptItem
 
 
 def prompts(part: str, seed: int, *, num_held_out: int = 64) -> list[Any]:
-    """Return the rows of `part`: "train" and "held_out" purchases, or "warmup" turns of some."""
+    """Return the rows of `part`.
+
+    "train" and "held_out" are purchases. "warmup" has the turns of demonstrated purchases.
+    """
     if part == "warmup":
         return list(demonstrations(store_tokenizer(), seed, 2_000))
     return tasks(1_000_000, num_held_out) if part == "held_out" else tasks(seed, 10_000)
 
 
 def store_tokenizer() -> Any:
-    """Train a tokenizer on purchases, so that a call is a few tokens. It has a chat template."""
+    """Train a tokenizer on purchases, so that a call has few tokens. It has a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -2,12 +2,10 @@
 
     python examples/train_trl.py [--steps 60]
 
-TRL computes the loss and takes the optimizer steps. It corrects the loss by the ratio of its
-probabilities to the engine's, which differ by rounding only. The program prints how the reward rose
-and the largest difference of a log-prob, and writes to outputs/train_trl. It needs trl:
-pip install 'trl>=1.16' reasoning-gym.
-
-Run by people; `benchmarks.trl_step` uses `require_trl`.
+TRL computes the loss and takes the optimizer steps. TRL corrects the loss by the ratio of its
+probabilities to the engine's, which differ only by rounding. The program prints how the reward rose
+and the largest difference of a log-prob, and writes to outputs/train_trl. The program needs trl:
+pip install 'trl>=1.16' reasoning-gym. `benchmarks.trl_step` uses `require_trl`.
 """
 
 from __future__ import annotations

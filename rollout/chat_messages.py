@@ -16,9 +16,9 @@ _MAX_SHOWN = 60  # characters of a refused value
 def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> dict[str, Any]:
     """Return a message as chat templates expect it.
 
-    Keys with null values are left out. Content in parts becomes one text, unless `reads_parts` is
-    set because the template reads parts. Arguments of tool calls that are JSON text become JSON
-    values. Raises ValueError for a message without a role, and for content that is not text.
+    Keys with null values are left out. Content parts are joined into one text, unless the template
+    reads parts (`reads_parts`). Arguments of tool calls that are JSON text become JSON values.
+    Raises ValueError for a message without a role, and for content that is not text.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
@@ -39,7 +39,7 @@ def plain_message(message: Mapping[str, Any], *, reads_parts: bool = False) -> d
 
 
 def joined_parts(parts: Sequence[Any]) -> str:
-    """Return the text of content in parts. Raises ValueError for a part that is not text."""
+    """Join the texts of content parts. Raises ValueError for a part that is not text."""
     return "".join(map(_text_of, parts))
 
 

@@ -89,6 +89,7 @@ MEMORY_KINDS = ("auto", "device", *STABLE_MEMORY_KINDS)
 DEFAULT_MAX_REQUESTS = 1024
 DEFAULT_MAX_TOKENS = 16384
 OWN_ENGINE = "rollout"
+ENGINE_PACKAGES = "rollout.engines"  # entry points of packages with other engines
 MAX_THREADS = 1024  # more threads than CPUs do not help
 MAX_BLOCK_SIZE_TOKENS = 2**20
 _PositiveGib = Annotated[float, Interval(0.0, 2**33, is_low_open=True, unit="GiB")]

@@ -60,7 +60,7 @@ class Interval:
     is_low_open, is_high_open: exclude the bound, in a field of type `float`.
     unit: the unit in the message.
 
-    In a field of type `int` without a `high`, the highest number is 2**63 - 1.
+    In a field of type `int`, an infinite `high` means 2**63 - 1.
     """
 
     low: float
@@ -154,12 +154,12 @@ Options = Mapping[str, Annotated[Any, AnyValue("an argument of a function that t
 
 
 def check_fields(settings: Any, error: type[Exception]) -> None:
-    """Check all fields of a dataclass instance, and convert values to the fields' types.
+    """Check the fields of a dataclass instance, and convert values to their types.
 
-    The value of an enum becomes its member, a NumPy number becomes a Python number, and a list or
-    tuple becomes the type of its field. Converted values are set in `settings`. Raises `error`,
-    naming field, value and range, for the first value outside of its range. Raises TypeError for a
-    field without a range.
+    The value of an enum becomes its member. A NumPy number other than float64 becomes a Python
+    number. A list or tuple becomes the type of its field. Converted values are set in `settings`.
+    Raises `error`, naming field, value and range, for the first value out of range. Raises
+    TypeError for a field without a range.
     """
     kind: Any = type(settings)
     for name, value_range in ranges_of(kind).items():

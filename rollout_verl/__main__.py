@@ -1,6 +1,7 @@
 """The program `python -m rollout_verl`: checks whether verl finds this backend, and prints why not.
 
-Run by people. It imports verl and changes nothing."""
+People run it. It imports verl and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ ENTRY_POINT_GROUP, OLDEST_VERL = "verl.plugins", (0, 9)
 
 
 def main() -> int:
-    """Print one line for each check, up to the first that fails. Return 0 if all pass, else 1."""
+    """Print one line for each check, up to the first failure. Return 0 if all checks pass, else
+    1."""
     for check in (_installed_verl, _entry_point, _plugin_policy, _registered_classes):
         try:
             print(f"ok: {check()}")

@@ -1,6 +1,7 @@
-"""ServerAdapter: sends the trainer's weights to a replica's actor and frees the actor's memory.
+"""ServerAdapter: sends a trainer's weights to the engines and releases the engines' memory.
 
-verl's trainer workers create one per rank, by the name that `rollout_verl.plugin` registers.
+verl's trainer workers create one per rank, by the name that `rollout_verl.plugin` registers. It
+calls the Ray actor EngineServer and writes weights to files in shared memory.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from trainer_hooks.weight_sync.weight_files import WeightFiles, weight_directory
 
 
 class ServerAdapter(BaseRollout):
-    """Connects a trainer rank to the EngineServer of its replica. The first rank of a replica calls
-    the actor. The other ranks only help to gather weights."""
+    """Connects a trainer rank to the EngineServer of its replica. Only the first rank of a replica
+    calls the actor. All ranks take part in gathering the weights."""
 
     def __init__(
         self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
     ) -> None:
         super().__init__(config, model_config, device_mesh)
         rank = int(os.environ["RANK"])
-        # The number of a replica's ranks, over all its engines.
+        # The number of ranks of a replica, over all its engines.
         world_size = self.config.data_parallel_size * self.config.tensor_model_parallel_size
         self.replica_rank = rank // world_size if replica_rank == -1 else replica_rank
         self.is_leader_rank = rank % world_size == 0
@@ -41,14 +42,14 @@ class ServerAdapter(BaseRollout):
         return self._server
 
     async def resume(self, tags: list[str]) -> None:
-        """Restore the engines' memory of `tags`: "weights", "kv_cache". No-op unless
+        """Restore the engines' memory of `tags`: "weights", "kv_cache". Does nothing unless
         `free_cache_engine` is set."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._handle.wake_up.remote(tags=tags)
 
     async def release(self) -> None:
-        """Release the engines' memory of weights and KV cache. No-op unless `free_cache_engine` is
-        set."""
+        """Release the engines' memory of weights and KV cache. Does nothing unless
+        `free_cache_engine` is set."""
         if self.config.free_cache_engine and self.is_leader_rank:
             await self._handle.sleep.remote()
 
@@ -61,12 +62,9 @@ class ServerAdapter(BaseRollout):
         base_sync_done: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Send all tensors through a directory in shared memory, and wait for the commit.
-
-        `global_steps` is the trainer's step. Ranks other than the first only read `weights`. Raises
-        ConfigError for a `wire_format` other than "named_tensors" and for adapters, and
-        WeightUpdateError if the update fails.
-        """
+        """Send all tensors through a directory in shared memory, and wait until the engines load
+        them. `global_steps` is the trainer's step. Raises ConfigError for adapters and for a
+        `wire_format` other than "named_tensors". Raises WeightUpdateError if the update fails."""
         if wire_format != "named_tensors":
             raise ConfigError(f"wire_format={wire_format!r} is not supported; use 'named_tensors'")
         if peft_config is not None and base_sync_done:

@@ -1,7 +1,7 @@
-"""Checks of verl's RolloutConfig, by tables of its fields: used, without effect, or refused.
+"""Checks verl's RolloutConfig by tables of its fields: used, refused or without effect.
 
-Used by EngineReplica before it starts the actor, and by `rollout_verl.settings`. The tables have
-every field of verl 0.9.1.
+Used by `rollout_verl.replica` before it starts the actor, and by `rollout_verl.settings`. The
+tables have every field of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollout.errors import ConfigError
 from rollout.foreign_settings import RefusedSetting, unknown_changes
 
 logger = logging.getLogger(__name__)
-# Key of rollout.engine_kwargs under which fields of InferenceConfig are given.
+# Fields of InferenceConfig are given in rollout.engine_kwargs under this key.
 ENGINE_KWARGS = "rollout"
 
 USED = frozenset(
@@ -40,7 +40,7 @@ REFUSED: Mapping[str, RefusedSetting] = {
     "moe_tensor_parallel_size": RefusedSetting(
         (1, None), "tensor_model_parallel_size divides the experts, too; leave it at 1"
     ),
-    # Both defaults of verl: 0.5, and null.
+    # The accepted values of the next two fields are verl's defaults.
     "gpu_memory_utilization": RefusedSetting((0.5,), _SAY_BUFFER),
     "standalone_gpu_memory_utilization": RefusedSetting((None,), _SAY_BUFFER),
     "cudagraph_capture_sizes": RefusedSetting(
@@ -99,7 +99,7 @@ _KNOWN = frozenset().union(USED, REFUSED, *NO_EFFECT.values())
 
 def check_config(config: Any) -> None:
     """Raise ConfigError if a RolloutConfig asks for something that this backend does not support.
-    Logs a warning for fields that are not in the tables and do not have their defaults."""
+    Logs a warning for changed fields that the tables lack."""
     own = (config.engine_kwargs or {}).get(ENGINE_KWARGS) or {}
     for name, refused in REFUSED.items():
         value = getattr(config, name, None)
@@ -141,7 +141,7 @@ def check_model_config(model_config: Any) -> None:
 
 
 def _is_on(part: Any, name: str) -> bool:
-    """Return whether the field `name` of `part` is set. `part` is a part of the config: a mapping,
-    a dataclass or None."""
+    """Return whether the field `name` of `part` is true. `part` is a mapping, a dataclass or
+    None."""
     value = part.get(name) if isinstance(part, Mapping) else getattr(part, name, False)
     return bool(value)

@@ -12,7 +12,7 @@ NAME = "rollout"
 
 
 def _load_replica() -> type:
-    # Imported late: Ray and verl's workers take seconds, and other backends need neither.
+    # Importing Ray and verl's workers takes seconds, which other backends do not need.
     from rollout_verl.replica import EngineReplica
 
     return EngineReplica

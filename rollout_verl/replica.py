@@ -1,7 +1,7 @@
-"""EngineReplica: starts the Ray actor of a replica on the node of its workers.
+"""EngineReplica: starts the Ray actor with the engines of one verl replica.
 
-verl creates one per replica, through `rollout_verl.plugin`. `rollout_verl.adapter` imports
-`actor_name`.
+verl creates one per replica, by the name that `rollout_verl.plugin` registers.
+`rollout_verl.adapter` uses `actor_name` to find the actor.
 """
 
 from __future__ import annotations
@@ -19,23 +19,18 @@ from rollout_verl.server import EngineServer
 
 
 def actor_name(replica_rank: int, role: str = "", suffix: str = "") -> str:
-    """Return the Ray name of a replica's actor, by which ServerAdapter finds it."""
     return f"rollout_server_{role}{replica_rank}_0{suffix}"
 
 
 class EngineReplica(RolloutReplica):
-    """A replica with one EngineServer actor, which runs all engines of the replica on one node.
-
-    There are `rollout.data_parallel_size` engines, each with
-    `rollout.tensor_model_parallel_size` processes.
-    """
+    """A replica whose EngineServer actor runs all engines on one node. It has
+    `rollout.data_parallel_size` engines with `rollout.tensor_model_parallel_size` processes
+    each."""
 
     async def launch_servers(self) -> None:
-        """Start the actor on the node of the first worker, with the devices of all workers, and
-        wait until its server listens.
-
-        Raises ConfigError, before anything starts, for settings that are not supported.
-        """
+        """Start the actor on the first worker's node with the devices of all workers. Wait until
+        its server listens. Raises ConfigError for unsupported settings before it starts
+        anything."""
         check_config(self.config)
         check_model_config(self.model_config)
         if self.nnodes != 1:

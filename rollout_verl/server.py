@@ -1,7 +1,7 @@
-"""EngineServer: the Ray actor with the engines of one replica: verl's methods over an AsyncLLM.
+"""EngineServer: the Ray actor that runs the engines of one verl replica as an AsyncLLM.
 
-EngineReplica starts it. verl's agent loops call it to generate, verl's trainer to abort requests,
-and ServerAdapter to update weights and to release and restore memory.
+`rollout_verl.replica` starts it. verl's agent loops call `generate`, and verl's trainer aborts
+requests. `rollout_verl.adapter` updates weights, and releases and restores memory.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from trainer_hooks.losses.routing_forms import without_unknown
 
 
 class EngineServer:
-    """Serves verl's requests. An aborted request returns the tokens that it has.
-
-    Between `abort_all_requests` and `resume_generation` new requests wait, or are answered as
-    aborted at once. A reply has the trainer's step as `global_steps`. If the steps of the weights
-    that sampled its tokens are known, it has them as `min_global_steps` and `max_global_steps`.
-    """
+    """Serves verl's requests. An aborted request returns its tokens so far. From
+    `abort_all_requests` to `resume_generation` new requests wait, or are answered as aborted. A
+    reply has the trainer's step as `global_steps`. It also has the lowest and highest step of the
+    weights that sampled its tokens, as `min_global_steps` and `max_global_steps`, if they are
+    known."""
 
     def __init__(
         self, config: Any, model_path: str, rollout_mode: RolloutMode, replica_rank: int = 0
     ) -> None:
         self._config, self._model_path, self._mode = config, model_path, rollout_mode
         self._replica_rank = replica_rank
-        self._num_requests = 0  # since the start
+        self._num_requests = 0  # requests since the start
         self._llm: AsyncLLM | None = None
         self._live: set[int] = set()  # ids of running requests
         self._is_open, self._rejects = asyncio.Event(), False
         self._is_open.set()
         self._global_steps: int | None = None
         self._steps_of_version: dict[int, int | None] = {}
-        self._has_weights = True  # False from `sleep` to the next update if it discards them
+        self._has_weights = True  # False after a `sleep` that discards them, until an update
 
     async def launch(self) -> str:
-        """Start the engines and an OpenAI-compatible server. Return its address, "ip:port"."""
+        """Start the engines and an OpenAI-compatible server. Return the server's address
+        "ip:port"."""
         self._llm = AsyncLLM(self._model_path, **engine_fields(self._config, self._replica_rank))
         await self._llm.start()
         await self._llm.serve(ServeConfig(port=0, protocols=("openai",)), blocking=False)
@@ -84,12 +84,10 @@ class EngineServer:
         mm_processor_kwargs: dict[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Generate one sample from token ids. Waits, or returns no tokens, while requests are held
-        by `abort_all_requests`.
-
-        `request_id`, which verl uses for routing, is ignored. Raises InvalidRequestError for
-        images, video, sound or unsupported parameters, and RolloutError if the request fails.
-        """
+        """Generate one sample from token ids. `request_id` is ignored. After `abort_all_requests`
+        this call waits for `resume_generation`, or returns no tokens. Raises InvalidRequestError
+        for images, video, sound and unsupported parameters. Raises RolloutError if the request
+        fails."""
         media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         if names := [name for name, values in media.items() if values]:
             raise InvalidRequestError(
@@ -119,14 +117,12 @@ class EngineServer:
         return self._output(self.llm.request_of(future, prompt, params))
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
-        """Return `params` with the seed that `LLM.generate` derives from a given one, else with a
-        new seed.
-
-        A new seed also depends on the trainer's step, so that a resumed job does not repeat seeds.
-        """
+        """Return `params` with the seed that `LLM.generate` derives from the given one, or with a
+        new seed."""
         self._num_requests += 1
         if params.seed is not None:
             return params_of_sample(params, 0, 0)
+        # A resumed job does not repeat the seeds of earlier steps.
         step = -1 if self._global_steps is None else self._global_steps
         return replace(params, seed=mix_seed(self.llm.seed, step, self._num_requests))
 
@@ -144,11 +140,9 @@ class EngineServer:
         )
 
     def _routed_experts(self, request: DynamicInferenceRequest) -> Any:
-        """Return the K experts of each token and layer for replay, int16 [tokens - 1, layers, K].
-
-        None if the config does not request them or they are not recorded. Unknown rows are filled
-        with K different experts.
-        """
+        """Return the K experts of each token and layer as int16 [tokens - 1, layers, K]. Return
+        None if the config does not request experts or they were not recorded. Unknown rows have K
+        different experts."""
         if not self._config.enable_rollout_routing_replay or request.routing_indices is None:
             return None
         return without_unknown(request.routing_indices).numpy()
@@ -168,11 +162,8 @@ class EngineServer:
     # ---- aborts
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Abort all running requests, wait for them, and hold new ones until `resume_generation`.
-
-        New requests are answered as aborted if `reject_request`; otherwise they wait. Returns the
-        number and the ids of the aborted requests.
-        """
+        """Abort all running requests, wait for their end, and return their number and ids. Until
+        `resume_generation`, new requests wait, or are answered as aborted if `reject_request`."""
         self._is_open.clear()
         self._rejects = reject_request
         request_ids = sorted(self._live)
@@ -183,45 +174,41 @@ class EngineServer:
         return {"aborted_count": len(request_ids), "request_ids": [str(i) for i in request_ids]}
 
     async def resume_generation(self) -> None:
-        """Let held and new requests run again."""
         self._rejects = False
         self._is_open.set()
 
     # ---- memory
 
     async def sleep(self) -> None:
-        """Release the memory of KV cache and weights.
-
-        Hybrid replicas discard the weights, which the next update brings. Colocated ones keep a
-        copy on the host. No-op for standalone replicas, and unless `free_cache_engine` is set.
-        """
+        """Release the memory of KV cache and weights. Does nothing for standalone replicas or
+        unless `free_cache_engine` is set. Hybrid replicas discard the weights until the next
+        update. Colocated replicas keep a copy on the host."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.STANDALONE:
             discards = self._mode is RolloutMode.HYBRID
             await self._suspend(RESOURCES, discard_weights=discards)
             self._has_weights = self._has_weights and not discards
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the memory of `tags` ("weights", "kv_cache"), or all if None.
-
-        Requests run again when nothing is released and, after a `sleep` that discarded the weights,
-        an update has brought new ones. No-op for standalone replicas.
-        """
+        """Restore the memory of `tags` ("weights", "kv_cache"), or all memory if `tags` is None.
+        Does nothing for standalone replicas. Requests run again once all memory is restored and
+        discarded weights are replaced."""
         if self._mode is not RolloutMode.STANDALONE:
             await self._restore(tags or RESOURCES)
 
     async def release_kv_cache(self) -> None:
-        """Release the memory of the KV cache. No-op for colocated replicas, and unless
+        """Release the memory of the KV cache. Does nothing for colocated replicas or unless
         `free_cache_engine` is set."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._suspend((KV_CACHE,))
 
     async def resume_kv_cache(self) -> None:
-        """Restore the memory of the KV cache. No-op when `release_kv_cache` is one."""
+        """Restore the memory of the KV cache. Does nothing where `release_kv_cache` does
+        nothing."""
         if self._config.free_cache_engine and self._mode is not RolloutMode.COLOCATED:
             await self._restore((KV_CACHE,))
 
     async def clear_kv_cache(self) -> None:
-        """No-op: cached prefixes are never used under other weights."""
+        """Do nothing, because cached prefixes are never used under other weights."""
 
     async def _suspend(self, release: Sequence[str], *, discard_weights: bool = False) -> None:
         if self.llm.state is EngineState.RUNNING:
@@ -242,11 +229,9 @@ class EngineServer:
     # ---- weights
 
     async def update_weights(self, directory: str, global_steps: int | None) -> int:
-        """Commit the weights in a checkpoint directory on all engines, or on none.
-
-        Returns their version. Running requests continue under the new weights. Raises ModelError if
-        the directory cannot be read, and WeightUpdateError if the update fails.
-        """
+        """Load the weights in a checkpoint directory into all engines or none. Return their
+        version. Running requests continue under the new weights. Raises ModelError if the directory
+        cannot be read, and WeightUpdateError if the update fails."""
         checkpoint = Checkpoint.open(Path(directory))
         report = await self.llm.update_weights(
             checkpoint.items(), in_flight=self.llm.state is EngineState.RUNNING
@@ -259,12 +244,12 @@ class EngineServer:
         return report.version
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """Record that the current weights are those of the trainer's step `global_steps`."""
+        """Record that the trainer's step `global_steps` made the current weights."""
         self._global_steps = global_steps
         self._steps_of_version[self.llm.weights_version] = global_steps
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """No-op: verl's profilers cannot profile engine processes."""
+        """Do nothing, because verl's profilers cannot profile engine processes."""
 
     async def stop_profile(self) -> None:
-        """No-op, as `start_profile`."""
+        """Do nothing, as `start_profile`."""

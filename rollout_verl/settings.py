@@ -1,6 +1,6 @@
-"""Converts verl's settings to the keywords of an AsyncLLM, and to one request's SamplingParams.
+"""Converts verl's settings to keywords of AsyncLLM, and its request parameters to SamplingParams.
 
-Used by EngineServer. Pure functions.
+Used by `rollout_verl.server`. All functions are pure.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ _WITHOUT_EFFECT = frozenset(
         "include_stop_str_in_output",
     }
 )
-# Accepted values of settings that are not used. verl sends one request per sample.
+# The only accepted values of these settings. verl sends one request per sample.
 _NEUTRAL: Mapping[str, Any] = {"n": 1, "best_of": 1, "do_sample": True}
 
 
 def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
-    """Return the keywords of AsyncLLM for a RolloutConfig.
-
-    Each replica gets its own seed, derived from `rollout.seed` and its rank.
-    `rollout.engine_kwargs.rollout` may have any field of InferenceConfig, such as buffer_size_gb,
-    which replaces the converted one. Raises ConfigError for unsupported settings.
-    """
+    """Return the keywords of AsyncLLM for a RolloutConfig. Raises ConfigError for unsupported
+    settings. Each replica's seed is derived from `rollout.seed` and the replica's rank. Fields of
+    InferenceConfig in `rollout.engine_kwargs.rollout`, such as buffer_size_gb, replace the
+    converted ones."""
     check_config(config)
     fields = {
         "data_parallel_size": config.data_parallel_size,
@@ -57,19 +55,17 @@ def engine_fields(config: Any, replica_rank: int) -> dict[str, Any]:
 
 
 def max_model_len(config: Any) -> int:
-    """Return the maximum number of tokens of prompt and response together."""
+    """Return the most tokens of prompt and response together."""
     return int(config.max_model_len or config.prompt_length + config.response_length)
 
 
 def sampling_params_of(
     given: Mapping[str, Any], config: Any, num_prompt_tokens: int
 ) -> SamplingParams:
-    """Return the SamplingParams of one request from the parameters that verl's agent loops send.
-
-    Values that are not `given` come from the RolloutConfig `config`, as does the mode of log-probs.
-    Raises InvalidRequestError for a parameter that is not supported, and if the prompt is so long
-    that no token can be generated.
-    """
+    """Return the SamplingParams of one request. `given` has the parameters that verl's agent loops
+    send. The log-prob mode and values that are not `given` come from the RolloutConfig `config`.
+    Raises InvalidRequestError for an unsupported parameter, and for a prompt that leaves no room to
+    generate."""
     room = max_model_len(config) - num_prompt_tokens
     if room < 1:
         raise InvalidRequestError(

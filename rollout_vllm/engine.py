@@ -1,11 +1,14 @@
-"""make_engine: an Engine whose steps are vLLM's.
+"""make_engine: an Engine whose steps are vLLM's. make_weight_transport: vLLM's weight transfer.
 
-`rollout.apis.engines` calls it for `InferenceConfig(engine="vllm")`, found by an entry point.
+`rollout.apis.engines` calls the first for `InferenceConfig(engine="vllm")`, and
+`rollout.weights.transports.registry` the second for `weight_transport="vllm:..."`. They find this
+module by an entry point.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +29,10 @@ from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer
+from rollout.weights.transports.base import WeightTransport
 from rollout_vllm.installed import require_vllm
 from rollout_vllm.options import check_params, engine_arguments
+from rollout_vllm.transfer import require_backend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,6 +85,22 @@ def make_engine(
         raise
 
 
+def make_weight_transport(
+    name: str, *, own_host: Callable[[], str], reject_non_finite: bool
+) -> WeightTransport:
+    """Return the transport of weight_transport="vllm:NAME", where `name` is BACKEND or
+    BACKEND:HOST. `own_host` returns the host if none is named.
+
+    Raises ConfigError for an unknown backend, and without a supported vLLM.
+    """
+    backend, _, host = name.partition(":")
+    require_backend(backend)
+    require_vllm()
+    from rollout_vllm.transfer_sender import VllmTransport
+
+    return VllmTransport(backend, host or own_host(), reject_non_finite=reject_non_finite)
+
+
 def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfig) -> EngineCore:
     """Start vLLM. Raises ConfigError for arguments that it refuses or would not follow."""
     # The scheduler must lie in this process.
@@ -103,6 +124,7 @@ def _new_core(directory: Path, arguments: dict[str, Any], config: InferenceConfi
         ).create_engine_config()
         _check_device(config.device)
         _check_async(arguments, vllm_config)
+        _check_stages(vllm_config)
         return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM refuses its arguments: {' '.join(str(error).split())}") from error
@@ -128,7 +150,11 @@ def _engine_over(
         shares_prefixes=config.enable_prefix_caching,
     )
     executor = VllmExecutor(
-        core, directory, weights_version, reject_non_finite=config.reject_non_finite_weights
+        core,
+        directory,
+        weights_version,
+        reject_non_finite=config.reject_non_finite_weights,
+        keeps_base=bool(config.engine_options.get("enable_lora")),
     )
     counters = EngineCounters(writer=config.metrics_writer, interval=config.logging_step_interval)
     guard = CallGuard()
@@ -157,6 +183,7 @@ def _engine_over(
         max_kv_staleness_versions=config.max_kv_staleness_versions,
     )
     engine.core = core
+    engine.weight_fetchers = executor.receiver.fetchers
     engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
     return engine
 
@@ -182,10 +209,23 @@ def _check_async(arguments: dict[str, Any], vllm_config: VllmConfig) -> None:
         )
 
 
+def _check_stages(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError for pipeline parallelism on a CPU. vLLM 0.32 fails there at the first step:
+    its runner never allocates the tensors that a later stage receives."""
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and vllm_config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"engine_options['pipeline_parallel_size']={stages} does not work on a CPU with vLLM "
+            "0.32; use tensor_parallel_size"
+        )
+
+
 class VllmInputProcessor(InputProcessor):
-    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's."""
+    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's.
+    `must_be_greedy`: whether it can only run requests with temperature 0."""
 
     logprobs_mode: str
+    must_be_greedy: bool
 
     def process_groups(
         self, groups: Any, *arguments: Any, **named: Any
@@ -196,13 +236,13 @@ class VllmInputProcessor(InputProcessor):
 
     def _check(self, group: Group) -> None:
         for params in group[1]:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
 
     def process_record(
         self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
     ) -> ProcessedRequest:
         if (params := record[0].sampling_params) is not None:
-            check_params(params, self.logprobs_mode)
+            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
         return super().process_record(record, *arguments, **named)
 
 
@@ -232,6 +272,8 @@ def _input_processor(
         seed=config.seed,
     )
     inputs.logprobs_mode = model.logprobs_mode
+    drafts = vllm_config.speculative_config is not None
+    inputs.must_be_greedy = drafts and vllm_config.device_config.device_type == "cpu"
     return inputs
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +24,7 @@ from rollout.models.plain_tensors import full_tensor, refusal
 from rollout.telemetry import RankUse
 from rollout.weights.fingerprints import fingerprint_on
 from rollout.weights.lora import LoraAdapter
+from rollout.weights.lora_merge import gathered
 from rollout.weights.update import (
     Fingerprint,
     NamedTensors,
@@ -33,19 +35,32 @@ from rollout.weights.update import (
 )
 from rollout.weights.version import next_version
 from rollout.worker.worker import process_bytes
+from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
+from rollout_vllm.live_module import LiveModule
+from rollout_vllm.ranks import require_workers
+from rollout_vllm.reload import repair_reload
 from rollout_vllm.stamps import StampingScheduler
+from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
 _SHARED_MEMORY = Path("/dev/shm")  # where vLLM's worker processes read an update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedTensors:
-    """A verified update: whole tensors by name, and their fingerprints."""
+    """A verified update: whole tensors by name, and their fingerprints.
+
+    Announced tensors are on the meta device, and arrive during the commit: then the fingerprints
+    are empty, and the checksum is the sender's.
+
+    base: the weights below an adapter, or below the next one; None if they are not kept. follows:
+    for an adapter on the served base, the number of commits before it was staged; None otherwise.
+    """
 
     tensors: Mapping[str, Tensor]
     fingerprints: Mapping[str, Fingerprint]
+    base: BaseWeights | None
+    follows: int | None
     checksum: str
-    is_finite: bool
     started_at: float
     seconds: float
 
@@ -58,19 +73,37 @@ class VllmExecutor:
     load back: if one fails, `has_values` is False, no step runs, and a full update repairs it.
 
     Checksums cover the tensors in the checkpoint's format, before vLLM fuses or quantises them.
+
+    An adapter is merged into its base: the checkpoint, or the last full update if `keeps_base`, or
+    the base that comes with it. All weights are loaded again.
     """
 
     def __init__(
-        self, core: EngineCore, directory: Path, version: int, *, reject_non_finite: bool
+        self,
+        core: EngineCore,
+        directory: Path,
+        version: int,
+        *,
+        reject_non_finite: bool,
+        keeps_base: bool,
     ) -> None:
-        self._core, self._rejects = core, reject_non_finite
+        self._core, self._rejects, self._keeps_base = core, reject_non_finite, keeps_base
         self._scheduler: StampingScheduler = core.scheduler
+        self.receiver = WeightReceiver(core)
         # Its tensors are served until the first update.
         self._checkpoint: Checkpoint | None = Checkpoint.open(directory)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._checkpoint.items()}
+        self._are_floats = {name: t.is_floating_point() for name, t in self._checkpoint.items()}
         self._fingerprints: Mapping[str, Fingerprint] = {}
+        self._base: BaseWeights | None = None  # copies; the checkpoint is not copied
+        self._num_commits = 0
+        model = core.vllm_config.model_config
+        is_tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+        self._tied_size = model.get_vocab_size() if is_tied else None
         self.has_values = self.is_finite = True
         self.is_resident, self._is_closed = True, False
+        self._live = LiveModule(directory)
+        self._fault_of_reload = "".join({*core.collective_rpc(repair_reload)})
         self._set(version)
 
     def _set(self, version: int) -> None:
@@ -107,25 +140,95 @@ class VllmExecutor:
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedTensors:
         start = time.perf_counter()
-        if self._core.vllm_config.model_config.get_num_experts():
+        if self._fault_of_reload:
             raise WeightUpdateError(
-                "engine='vllm' does not update mixtures of experts: vLLM's reload was seen to "
-                "leave wrong experts on a CPU. Start a new engine from the new weights"
+                f"engine='vllm' cannot update this model: {self._fault_of_reload}. Start a new "
+                "engine from the new weights"
             )
+        num_commits, follows = self._num_commits, None
+        base: BaseWeights | None
+        tensors: Mapping[str, Tensor]
+        fingerprints: Mapping[str, Fingerprint]
         if isinstance(named_tensors, LoraAdapter):
-            raise WeightUpdateError(
-                "engine='vllm' takes whole weights only; push merged_tensors(model) of "
-                "trainer_hooks.weight_sync in place of the adapter"
-            )
+            tensors, fingerprints, base = self._adapted(named_tensors, check, source_checksum)
+            follows = num_commits if named_tensors.base is None else None
+        elif isinstance(named_tensors, AnnouncedWeights):
+            tensors, fingerprints, base = self._announced(named_tensors), {}, None
+        else:
+            tensors, fingerprints = self._whole(named_tensors, check, source_checksum)
+            base = BaseWeights.copied(tensors, fingerprints) if self._keeps_base else None
+        return StagedTensors(
+            tensors=tensors,
+            fingerprints=fingerprints,
+            base=base,
+            follows=follows,
+            checksum=checksum_of(fingerprints) if fingerprints else source_checksum,
+            started_at=start,
+            seconds=time.perf_counter() - start,
+        )
+
+    def _announced(self, announced: AnnouncedWeights) -> AnnouncedWeights:
+        """Verify names, shapes and dtypes of tensors whose values the sender has checked."""
+        _check_names(announced, self._shapes)
+        for name, tensor in announced.items():
+            self._check_form(name, tensor, self._shapes[name])
+        return announced
+
+    def _whole(
+        self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str = ""
+    ) -> tuple[dict[str, Tensor], dict[str, Fingerprint]]:
+        """Return all tensors of a full update as the checkpoint has them, and their fingerprints.
+        `source_checksum` covers the tensors as they were given; "" skips the comparison."""
         given = by_name(named_tensors)
-        self._check_names(given)
-        tensors: dict[str, Tensor] = {}
-        with blaming() as blame:
-            for name in sorted(given):  # gathering is a collective, in one order on all ranks
-                check()
-                blame.culprit = f"reading {name!r}"
-                self._check_form(name, given[name])
-                tensors[name] = full_tensor(given[name]).detach()
+        unknown = given.keys() - self._shapes.keys()
+        is_live = bool(unknown) and not unknown.isdisjoint(self._live.shapes)
+        tensors = self._read(given, self._live.shapes if is_live else self._shapes, check)
+        fingerprints = self._hashed(tensors, check)
+        if source_checksum:
+            check_checksum(fingerprints, source_checksum)
+        if is_live:
+            with blaming("splitting the tensors as the model's directory does"):
+                tensors = self._read(self._live.to_checkpoint(tensors), self._shapes, check)
+            fingerprints = self._hashed(tensors, check)
+        return tensors, fingerprints
+
+    def _adapted(
+        self, adapter: LoraAdapter, check: Callable[[], None], source_checksum: str
+    ) -> tuple[dict[str, Tensor], dict[str, Fingerprint], BaseWeights]:
+        """Return all weights with the adapter merged in, their fingerprints, and its base."""
+        check_targets(adapter.pairs(), self._shapes, self._tied_size)
+        with blaming("gathering the adapter"):
+            adapter = replace(adapter, tensors=gathered(adapter.tensors))
+        own = self._hashed(adapter.tensors, check)
+        if source_checksum:
+            check_checksum(own, source_checksum)
+        if adapter.base is None:
+            base = self._served_base()
+        else:
+            base = BaseWeights.copied(*self._whole(adapter.base, check))
+        changed = merged_weights(base.tensors, adapter.pairs(), check)
+        fingerprints = {**base.fingerprints, **self._hashed(changed, check)}
+        return {**base.tensors, **changed}, fingerprints, base
+
+    def _served_base(self) -> BaseWeights:
+        """Return the served weights without their adapter."""
+        self.require_values("stage an adapter")
+        if self._base is not None:
+            return self._base
+        if self._checkpoint is None:
+            raise WeightUpdateError(
+                "the base of this adapter, the last full update, was not kept: make the engine "
+                "with engine_options={'enable_lora': True}, or push LoraAdapter(..., base=...) "
+                "with all weights"
+            )
+        fingerprints = self._served_fingerprints()
+        tensors = dict(self._checkpoint.items())
+        return BaseWeights(tensors=tensors, fingerprints=fingerprints, num_bytes=0)
+
+    def _hashed(
+        self, tensors: Mapping[str, Tensor], check: Callable[[], None]
+    ) -> dict[str, Fingerprint]:
+        """Return the fingerprints of tensors. Raises WeightUpdateError for NaN or infinity."""
         fingerprints = dict(_fingerprints(tensors.items(), check))
         for name, (_, num_bad) in fingerprints.items():
             if num_bad and self._rejects:
@@ -133,55 +236,78 @@ class VllmExecutor:
                     f"{name!r} holds NaN or infinity; the serving weights are kept. "
                     "reject_non_finite_weights=False accepts it"
                 )
-        if source_checksum:
-            check_checksum(fingerprints, source_checksum)
-        return StagedTensors(
-            tensors=tensors,
-            fingerprints=fingerprints,
-            checksum=checksum_of(fingerprints),
-            is_finite=not any(num_bad for _, num_bad in fingerprints.values()),
-            started_at=start,
-            seconds=time.perf_counter() - start,
-        )
+        return fingerprints
 
-    def _check_names(self, given: Mapping[str, Tensor]) -> None:
-        for kind, names in (
-            ("lacks", self._shapes.keys() - given.keys()),
-            ("has the unknown", given.keys() - self._shapes.keys()),
-        ):
-            if names:
-                listed = ", ".join(repr(name) for name in sorted(names)[:3])
-                raise WeightUpdateError(
-                    f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
-                    "all tensors under the names of the model's directory"
-                )
+    def _read(
+        self,
+        given: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        check: Callable[[], None],
+    ) -> dict[str, Tensor]:
+        """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
+        names and shapes in `shapes`."""
+        _check_names(given, shapes)
+        tensors: dict[str, Tensor] = {}
+        with blaming() as blame:
+            for name in sorted(given):  # gathering is a collective, in one order on all ranks
+                check()
+                blame.culprit = f"reading {name!r}"
+                if reason := refusal(given[name]):
+                    raise WeightUpdateError(f"{name!r} {reason}")
+                self._check_form(name, given[name], shapes[name])
+                tensors[name] = full_tensor(given[name]).detach()
+        return tensors
 
-    def _check_form(self, name: str, tensor: Tensor) -> None:
-        if reason := refusal(tensor):
-            raise WeightUpdateError(f"{name!r} {reason}")
-        if tuple(tensor.shape) != self._shapes[name]:
+    def _check_form(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise WeightUpdateError for a wrong shape, and for integers in place of floats."""
+        if tuple(tensor.shape) != shape:
             raise WeightUpdateError(
-                f"{name!r} has shape {list(tensor.shape)}, but the model's is "
-                f"{list(self._shapes[name])}"
+                f"{name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
             )
+        if tensor.is_floating_point() != self._are_floats.get(name, tensor.is_floating_point()):
+            kind = "a floating one" if self._are_floats[name] else "of integers"
+            raise WeightUpdateError(f"{name!r} has dtype {tensor.dtype}, but the model's is {kind}")
 
     def commit_weights(self, staged: StagedTensors, version: int | None) -> int:
         version = next_version(self.version, version)
+        if staged.follows is not None:
+            self.require_values("commit an adapter")
+            if staged.follows != self._num_commits:
+                raise WeightUpdateError(
+                    "other weights were committed after this adapter was staged; stage it again"
+                )
+        if isinstance(staged.tensors, AnnouncedWeights):
+            self.receiver.join(staged.tensors)  # the last call that may fail without harm
         self.has_values = False
+        self._num_commits += 1
         try:
-            self._load(staged.tensors)
+            fingerprints = self._load(staged)
         except Exception as error:
             raise WeightUpdateError(
                 f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
                 "are mixed, so that no step runs until a full update is committed"
             ) from error
-        self.has_values, self.is_finite = True, staged.is_finite
-        self._fingerprints, self._checkpoint = staged.fingerprints, None
+        self.has_values = True
+        self.is_finite = not any(num_bad for _, num_bad in fingerprints.values())
+        self._fingerprints, self._checkpoint = fingerprints, None
+        self._base = staged.base
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let all workers load the tensors in place."""
+    def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
+        """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
+        if not isinstance(staged.tensors, AnnouncedWeights):
+            self._reload(staged.tensors)
+            return staged.fingerprints
+        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(staged.tensors)
+        if (found := checksum_of(fingerprints)) != staged.checksum:
+            raise WeightUpdateError(
+                f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
+                "announced"
+            )
+        return fingerprints
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
         if isinstance(self._core.model_executor, UniProcExecutor):
             self._core.collective_rpc(
                 "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
@@ -211,9 +337,8 @@ class VllmExecutor:
         return {name: f"{found[name][0] % 2**64:016x}" for name in names}
 
     def _served_fingerprints(self) -> Mapping[str, Fingerprint]:
-        if self._checkpoint is not None:
+        if self._checkpoint is not None and not self._fingerprints:
             self._fingerprints = dict(_fingerprints(self._checkpoint.items()))
-            self._checkpoint = None
         return self._fingerprints
 
     # ---- ranks
@@ -230,12 +355,17 @@ class VllmExecutor:
                 weights_bytes=0,  # vLLM does not report them
                 kv_on_host_bytes=0,
                 weights_on_host_bytes=0,
-                lora_base_bytes=0,
+                lora_base_bytes=self.num_base_bytes,
                 rss_bytes=process_bytes(),
                 cpu_seconds=time.process_time(),
                 wait_seconds=0.0,
             ),
         )
+
+    @property
+    def num_base_bytes(self) -> int:
+        """Bytes of host copies of the weights below adapters."""
+        return 0 if self._base is None else self._base.num_bytes
 
     def _kv_bytes(self) -> int:
         return sum(t.size for t in self._scheduler.kv_cache_config.kv_cache_tensors)
@@ -244,7 +374,7 @@ class VllmExecutor:
         return {}
 
     def check_ranks(self) -> None:
-        self._core.model_executor.check_health()
+        require_workers(self._core.model_executor)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -252,15 +382,30 @@ class VllmExecutor:
             self._is_closed = True
 
 
+def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise WeightUpdateError unless the tensors have the names in `shapes`."""
+    for kind, names in (
+        ("lacks", shapes.keys() - given.keys()),
+        ("has the unknown", given.keys() - shapes.keys()),
+    ):
+        if names:
+            listed = ", ".join(repr(name) for name in sorted(names)[:3])
+            raise WeightUpdateError(
+                f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
+                "all tensors under the names of the model's directory or of its module"
+            )
+
+
 def _fingerprints(
     tensors: Iterable[tuple[str, Tensor]], check: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Fingerprint]]:
     """Yield the fingerprint of each tensor in its own dtype."""
+    hash_on = cache(fingerprint_on)
     with blaming() as blame:
         for name, tensor in tensors:
             check()
             blame.culprit = f"checking {name!r}"
-            found = fingerprint_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
+            found = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
             hashed, num_bad = found.tolist()
             yield name, (hashed, num_bad)
 

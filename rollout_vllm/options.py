@@ -56,7 +56,12 @@ OWN_ARGUMENTS = {
     "disable_log_stats": "statistics are kept by this engine",
     "data_parallel_size": "several engines are a fleet: data_parallel_size of AsyncLLM",
     "kv_transfer_config": "KV of other engines has no version",
+    "enable_return_routed_experts": "records do not take the experts that vLLM reports",
+    "nnodes": "an update reaches the workers through files in this machine's memory",
+    "max_loras": "one adapter at a time is merged into the weights",
+    "max_lora_rank": "an adapter of any rank is merged into the weights",
 }
+EXECUTORS = (None, "uni", "mp")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -68,6 +73,7 @@ def engine_arguments(config: InferenceConfig) -> dict[str, Any]:
     """
     _check_fields(config)
     options = dict(config.engine_options)
+    options.pop("enable_lora", None)  # the executor merges adapters
     for name, reason in OWN_ARGUMENTS.items():
         if name in options:
             raise ConfigError(f"engine_options[{name!r}] cannot be set: {reason}; leave it out")
@@ -76,6 +82,12 @@ def engine_arguments(config: InferenceConfig) -> dict[str, Any]:
         raise ConfigError(
             f"engine_options['logprobs_mode']={mode!r} must be one of {LOGPROBS_MODES}: records "
             "hold log-probs"
+        )
+    if (executor := options.get("distributed_executor_backend")) not in EXECUTORS:
+        raise ConfigError(
+            f"engine_options['distributed_executor_backend']={executor!r} is not supported: an "
+            "update reaches the workers through files in this machine's memory; use 'mp', or leave "
+            "it out"
         )
     for name, theirs in ARGUMENTS.items():
         value, default = getattr(config, name), _default(name)
@@ -107,15 +119,20 @@ def _check_fields(config: InferenceConfig) -> None:
             shown = getattr(value, "value", value)
             remedy = REMEDIES.get(field.name, "leave it out, or use engine='rollout'")
             raise ConfigError(f"{field.name}={shown!r} does not work with engine='vllm': {remedy}")
-    check_mode(config.kv_cache_management_mode, "kv_cache_management_mode")
+    check_mode(
+        config.kv_cache_management_mode,
+        "kv_cache_management_mode",
+        has_sleep=bool(config.engine_options.get("enable_sleep_mode")),
+    )
 
 
-def check_mode(mode: KVCacheManagementMode, argument: str) -> None:
-    """Raise ConfigError, naming the argument, for a KV mode that vLLM does not have."""
-    if mode is KVCacheManagementMode.OFFLOAD:
+def check_mode(mode: KVCacheManagementMode, argument: str, *, has_sleep: bool) -> None:
+    """Raise ConfigError, naming the argument, for a KV mode that this engine does not have.
+    `has_sleep`: vLLM's enable_sleep_mode."""
+    if mode is KVCacheManagementMode.OFFLOAD and not has_sleep:
         raise ConfigError(
-            f"{argument}={mode.value!r} does not work with engine='vllm', which keeps no KV of "
-            "requests on the host; use 'persist' or 'recompute'"
+            f"{argument}={mode.value!r} with engine='vllm' needs vLLM's sleep mode, on CUDA: "
+            "engine_options={'enable_sleep_mode': True}; use 'persist' or 'recompute' here"
         )
 
 
@@ -123,9 +140,17 @@ def _default(name: str) -> Any:
     return InferenceConfig.__dataclass_fields__[name].default
 
 
-def check_params(params: SamplingParams, logprobs_mode: str) -> None:
+def check_params(
+    params: SamplingParams, logprobs_mode: str, *, must_be_greedy: bool = False
+) -> None:
     """Raise InvalidRequestError if vLLM, with this mode of log-probs for all requests, cannot
-    report what the request asks for."""
+    report what the request asks for, or if `must_be_greedy` and it is sampled."""
+    if must_be_greedy and params.temperature:
+        raise InvalidRequestError(
+            f"temperature={params.temperature} does not work with speculative_config on a CPU: "
+            "vLLM 0.32 verifies drafts with wrong temperatures there; use temperature=0, or leave "
+            "speculative_config out"
+        )
     if params.return_log_probs and not _has_mode(params, logprobs_mode):
         raise InvalidRequestError(
             f"logprobs_mode={params.logprobs_mode!r} cannot be reported: vLLM has one mode for all "

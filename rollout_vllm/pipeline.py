@@ -22,6 +22,7 @@ from rollout.errors import RolloutError
 from rollout.scheduling.output import FinishedRequest, PrefilledPrompt, ScoredPrompt, StepUpdate
 from rollout.scheduling.stopping import check_stop
 from rollout.step.output import SampleResult, ScoreResult, StepOutput
+from rollout_vllm.ranks import require_workers
 from rollout_vllm.scheduler import VllmRequest, VllmScheduler
 
 
@@ -118,7 +119,11 @@ class VllmPipeline:
 
     def _step(self, weights_version: int) -> None:
         start = time.perf_counter()
-        outputs, has_run = self._core.step_fn()
+        try:
+            outputs, has_run = self._core.step_fn()
+        except Exception:
+            require_workers(self._core.model_executor)  # a dead worker is the clearer error
+            raise
         self._core.post_step(has_run)
         self._commit(outputs or {}, weights_version, start)
 
@@ -130,7 +135,9 @@ class VllmPipeline:
         scheduled = [(int(i), low, high) for i, low, high in scheduler.vllm.take_scheduled()]
         ran = [(i, low, high) for i, low, high in scheduled if i in requests]
         self._outputs.set_running([i for i, _, _ in ran])
-        prefilled = [self._prefilled(i, high) for i, low, high in ran if self._is_prompt(i, low)]
+        prompts = [each for each in ran if self._is_prompt(each[0], each[1])]
+        prefilled = [self._prefilled(i, high) for i, _, high in prompts]
+        num_prefilled = sum(high - low for _, low, high in prompts)
         sampled, finished = _Sampled(), []
         scored: list[ScoredPrompt] = []
         scores: list[_Scores] = []
@@ -159,10 +166,9 @@ class VllmPipeline:
         self._outputs.process_outputs(update, result)
         self.last_result_at = time.perf_counter()
         self._counters.steps.num_evictions += len(preempted)
-        num_decoded = sum(1 for _, low, high in scheduled if high - low == 1)
         self._counters.add_step(
-            num_prefill_tokens=sum(high - low for _, low, high in scheduled) - num_decoded,
-            num_decode_tokens=num_decoded,
+            num_prefill_tokens=num_prefilled,
+            num_decode_tokens=sum(high - low for _, low, high in scheduled) - num_prefilled,
             num_sampled_tokens=len(sampled.token_ids),
             seconds=self.last_result_at - start,
             weights_version=version,

@@ -115,6 +115,8 @@ class VllmScheduler:
 
     def finish_request(self, request_id: int) -> VersionSpans:
         spans = self.kv_spans(request_id)
+        # Accepted draft tokens behind the end are not tokens of the request.
+        spans.truncate(min(len(spans), len(self.requests[request_id].tokens)))
         del self.requests[request_id]
         self._core.abort_requests([str(request_id)])
         self.vllm.drop(str(request_id))

@@ -53,6 +53,17 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
         self.num_cached: dict[str, int] = {}
         self._scheduled: list[tuple[str, int, int]] = []
         self._preempted: list[str] = []
+        coordinator = self.kv_cache_manager.coordinator
+        self._index_blocks = coordinator.cache_blocks
+        coordinator.cache_blocks = self._index_unless_mixed
+
+    def _index_unless_mixed(self, request: Request, num_tokens: int) -> None:
+        """Index a request's full blocks, in place of vLLM's coordinator. With `isolates`, a request
+        with KV of an older version gets none: no request may find what attended to that KV."""
+        spans = self.spans.get(request.request_id)
+        if self.isolates and spans is not None and len(spans) and spans.min() < self.version:
+            return
+        self._index_blocks(request, num_tokens)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step as vLLM does, and stamp the KV entries that it will write."""
@@ -64,6 +75,15 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
             self._stamp(request_id, end - count, end)
             self._scheduled.append((request_id, end - count, end))
         return output
+
+    def update_from_output(self, plan: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """Take a step's result as vLLM does, and drop the versions of rejected draft tokens."""
+        outputs = super().update_from_output(plan, *args, **kwargs)
+        for request_id in plan.scheduled_spec_decode_tokens:
+            request, spans = self.requests.get(request_id), self.spans.get(request_id)
+            if request is not None and spans is not None:
+                spans.truncate(min(len(spans), request.num_computed_tokens))
+        return outputs
 
     def take_scheduled(self) -> list[tuple[str, int, int]]:
         """Return (id, first position, end) of each request in the steps that were scheduled since
@@ -78,10 +98,8 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
             spans = self.spans[request_id] = _spans_of(self._found(tables, start))
             self.num_cached[request_id] = start
         elif len(spans) > start:
-            spans.truncate(start)  # draft tokens that were rejected are computed again
+            spans.truncate(start)  # these positions are computed again
         spans.append(end - start, self.version)
-        if self.isolates and spans.min() < self.version:
-            self._hide_new_blocks(tables, start, end)
         for table, size, is_state in zip(tables, self._block_sizes, self._are_states, strict=True):
             if is_state:
                 self._stamps[[block for block in table if block != _NULL_BLOCK]] = spans.min()
@@ -92,13 +110,6 @@ class StampingScheduler(Scheduler):  # type: ignore[misc]
                     first = index * size
                     low, high = max(start - first, 0), min(end - first, size)
                     self._stamp_blocks(table[index], low, high)
-
-    def _hide_new_blocks(self, tables: Sequence[list[int]], start: int, end: int) -> None:
-        """Let no request find the blocks of positions [start, end), nor the block before: vLLM may
-        index it a step late."""
-        for table, size in zip(tables, self._block_sizes, strict=True):
-            new = {*table[max(start // size - 1, 0) : -(-end // size)]} - {_NULL_BLOCK}
-            self.kv_cache_manager.evict_blocks(new)
 
     def _stamp_blocks(self, block: int, low: int, high: int) -> None:
         """Stamp entries [low, high) of a block. Its first entry drops the stamps of the block's

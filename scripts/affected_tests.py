@@ -20,7 +20,7 @@ CORE = [
     *("tests/blocks", "tests/layers", "tests/requests", "tests/scheduling", "tests/step"),
     *("tests/parallel", "tests/worker", "tests/test_config.py", "tests/test_public_api.py"),
 ]
-# Tests of paths whose tests are elsewhere. For a file the longest path that contains it counts.
+# Tests of paths whose tests are elsewhere. The longest path that contains a file counts.
 OTHERS: dict[str, list[str]] = {
     "rollout": CORE,
     "rollout/__main__.py": ["tests/cli"],
@@ -59,7 +59,7 @@ OTHERS: dict[str, list[str]] = {
 
 
 def tests_of(path: PurePosixPath) -> list[str]:
-    """Return the test files or folders of a file or folder of the repository; [] if it has none."""
+    """Return the test files or folders of a path of the repository, or [] if it has none."""
     if path.parts[:1] == ("tests",):
         is_test = path.suffix != ".py" or path.name.startswith("test_")
         return [str(path if is_test else path.parent)] if len(path.parts) > 2 or is_test else []
@@ -78,13 +78,13 @@ def tests_of(path: PurePosixPath) -> list[str]:
 
 
 def changed_files() -> list[str]:
-    """Return the untracked files, and those changed since main, committed or not."""
+    """Return the untracked files, and the files changed since main, committed or not."""
     base = _git("merge-base", "HEAD", "main")[0]
     return [*_git("diff", "--name-only", base), *_git("ls-files", "-o", "--exclude-standard")]
 
 
 def affected(paths: Iterable[str]) -> list[str]:
-    """Return the existing tests of `paths`, sorted. A test within a returned folder is left out."""
+    """Return the existing tests of `paths`, sorted. Tests within a returned folder are left out."""
     found = {test for path in paths for test in tests_of(PurePosixPath(path))}
     found = {test for test in found if (ROOT / test).exists()}
     return sorted(t for t in found if not any(str(p) in found for p in PurePosixPath(t).parents))

@@ -1,8 +1,8 @@
 """Build the wheel with compiled CPU kernels: `make wheel`, or python -m scripts.build_wheel FOLDER.
 
-One wheel serves all versions of Python and torch, and all x86-64 processors: it has a library of
-kernels for each of `library.TARGETS`, and the sources, which are compiled at first use where none
-fits. Needs x86-64 Linux and a C compiler that knows the targets: GCC 11 or Clang 12, or later.
+One wheel serves all versions of Python and torch, and all x86-64 processors. The wheel has a
+library of kernels for each of `library.TARGETS`, and the sources, which are compiled at first use
+if no library fits. Needs x86-64 Linux and GCC 11 or Clang 12, or a later version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OLDEST_GLIBC = 17  # of glibc 2.17, the oldest that manylinux names
 
 
 class PlatformDistribution(setuptools.Distribution):
-    """A distribution with files for one platform, though Python builds none of them."""
+    """A distribution with files for one platform, although setuptools builds none of them."""
 
     def has_ext_modules(self) -> bool:
         return True
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def build(target: Path) -> Path:
-    """Build the wheel of this tree in the folder `target`; return its path.
+    """Build the wheel of this tree in the folder `target`. Returns its path.
 
     The tree itself is not changed. Raises SystemExit on another platform, without a compiler, or if
     the compiler refuses a target.
@@ -65,7 +65,7 @@ def build(target: Path) -> Path:
 
 
 def copy_sources(tree: Path) -> None:
-    """Copy what a wheel is built from into the folder `tree`."""
+    """Copy the files from which a wheel is built into the folder `tree`."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
     for name in PACKAGED:
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
@@ -74,7 +74,7 @@ def copy_sources(tree: Path) -> None:
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
-    """Return the manylinux tag of PEP 600: of the newest glibc whose symbols a library uses."""
+    """Return the manylinux tag (PEP 600) of the newest glibc whose symbols a library uses."""
     found = {
         int(n) for path in libraries for n in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())
     }
@@ -83,8 +83,7 @@ def platform_tag(libraries: Iterable[Path]) -> str:
 
 def _build_wheel(tree: Path, tag: str, target: Path) -> Path:
     class TaggedWheel(bdist_wheel):
-        """Its kernels are loaded by ctypes: any version of Python 3."""
-
+        # ctypes loads the kernels, so any version of Python 3 will do.
         def get_tag(self) -> tuple[str, str, str]:
             return "py3", "none", tag
 

@@ -4,8 +4,9 @@
     python -m scripts.check_extras              # all but dev and docs
 
 An environment is made by venv and pip from the last commit, with the torch of constraints.txt, and
-removed afterwards. Prints a line for each extra: the megabytes of the environment, and "ok" or the
-last line of what failed. Exits with 1 if one failed. Needs a package index and up to 6 GB of disk.
+removed afterwards. Prints a line for each extra: the environment's size in megabytes, and "ok" or
+the last line of the error. Exits with 1 if an extra failed. Needs a package index and up to 6 GB of
+disk.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ PROGRAMS = {
 
 
 def check(extra: str, source: Path) -> tuple[str, int]:
-    """Install `extra` of the project in `source`, and run its program. Returns "ok" or the last
-    line of the error, and the environment's size in bytes."""
+    """Install `extra` and run its program. Returns "ok" or the error, and the size in bytes."""
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     torch = re.search(r"^torch==\S+", pins, re.MULTILINE)
     assert torch is not None

@@ -3,9 +3,8 @@
 That machine has Python 3.12 on x86-64 Linux, torch, Triton, transformers and the usual tools.
 `.gpu/*.whl` are wheels, in the versions of constraints.txt. `.gpu/triton` is a packed cache
 (`scripts.triton_cache`) of the kernels that tests and the benchmark launch there, compiled for
-sm_90. A second call downloads and compiles only what is missing. Needs pip, a package index that
-pip is configured for, gcc, and that machine's versions of Python, torch and Triton.
-`scripts.gpu_check` uses the bundle.
+sm_90. A second call downloads and compiles only what is missing. Needs gcc, pip with a package
+index, and that machine's versions of Python, torch and Triton. `scripts.gpu_check` uses the bundle.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from scripts import triton_cache
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".gpu"
 TRITON = FOLDER / "triton"
-LIMIT_BYTES = 64 << 20  # of the tree and the bundle, which are copied to such a machine
+LIMIT_BYTES = 64 << 20  # limit on tree and bundle together, which are copied to the machine
 
 PACKAGES = (
     "antlr4-python3-runtime",
@@ -35,13 +34,13 @@ PACKAGES = (
     "pyzmq",
     "torch-memory-saver",
 )
-LAUNCHES_PER_PROCESS = 8  # at least: compiling them takes as long as importing torch
+LAUNCHES_PER_PROCESS = 8  # compiling 8 launches takes as long as importing torch
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-SEED = 0  # of the random examples of tests
+SEED = 0  # seed of the tests' random examples
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # PyPI has no wheel: it is built here
 
 PYTHON = (3, 12)
-# From the oldest to the newest system that a wheel may need; manylinux_2_28 is from 2018.
+# From the oldest to the newest system that a wheel may need. manylinux_2_28 is from 2018.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 29)))
 
 
@@ -90,7 +89,7 @@ def pinned_versions(constraints: str) -> dict[str, str]:
 
 
 def requirements(constraints: str) -> dict[str, str]:
-    """Return the version of each package of the bundle. Raises ValueError for one without a pin."""
+    """Return the pinned version of each of PACKAGES. Raises ValueError if one has no pin."""
     pinned = pinned_versions(constraints)
     missing = [name for name in PACKAGES if name not in pinned]
     if missing:
@@ -99,7 +98,7 @@ def requirements(constraints: str) -> dict[str, str]:
 
 
 class Plan(NamedTuple):
-    """Wheels to keep and to remove, by file name, and to fetch, as versions by package."""
+    """File names of wheels to keep and to remove, and versions to fetch, by package."""
 
     keep: list[str]
     remove: list[str]
@@ -107,7 +106,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(wanted: dict[str, str], file_names: Iterable[str]) -> Plan:
-    """Return a plan: keep one fitting wheel for each of `wanted`, remove others, fetch missing."""
+    """Return a plan that keeps one fitting wheel for each of `wanted` and fetches missing ones."""
     plan = Plan([], [], dict(wanted))
     for file_name in sorted(file_names):
         wheel = parse_wheel(file_name)
@@ -143,7 +142,7 @@ def wheel_names(folder: Path) -> list[str]:
 
 
 class Recording(NamedTuple):
-    """A program whose kernel launches are recorded, and its further environment variables."""
+    """A program whose kernel launches are recorded, and its additional environment variables."""
 
     name: str
     command: list[str]
@@ -179,7 +178,7 @@ def scenarios(tests: Path) -> list[str]:
 def record(launches: Path, names: Collection[str] = ()) -> list[str]:
     """Run the recordings `names`, or all recordings if `names` is empty.
 
-    Returns the names of failed recordings, which may have recorded few launches.
+    Returns the names of failed recordings, whose launches may be incomplete.
     """
     failed = []
     for recording in recordings(ROOT / "tests", launches):
@@ -200,9 +199,7 @@ class Compiled(NamedTuple):
 
 
 def compile_all(launches: Path, cache: Path) -> Compiled:
-    """Compile recorded launches into a cache, in a process for each processor, or fewer for few
-    launches. Raises RuntimeError if a process fails.
-    """
+    """Compile recorded launches, in several processes. Raises RuntimeError if a process fails."""
     num_launches = len(launches.read_text(encoding="utf-8").splitlines())
     count = min(os.cpu_count() or 1, 1 + num_launches // LAUNCHES_PER_PROCESS)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -247,7 +244,7 @@ def missing_kernels(launches: Path, packed: Path) -> list[str]:
 
 
 def fill_triton(packed: Path) -> bool:
-    """Record, compile and pack all kernels. Prints why and returns False if some may be missing."""
+    """Record, compile and pack all kernels. Returns False, after a message, if some are missing."""
     with tempfile.TemporaryDirectory() as folder:
         launches = Path(folder, "launches")
         failed = record(launches)
@@ -262,9 +259,7 @@ def fill_triton(packed: Path) -> bool:
 
 
 def fetch_wheels() -> bool:
-    """Remove wheels that do not fit, and download missing ones. Prints why and returns False if one
-    is still missing.
-    """
+    """Fetch missing wheels and remove others. Returns False, after a message, on failure."""
     wanted = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     plan = make_plan(wanted, wheel_names(FOLDER))
     for file_name in plan.remove:

@@ -1,14 +1,15 @@
-"""Test and measure on a CUDA machine with its own Python and the bundle in .gpu/, in two calls.
+"""Test and measure on a CUDA machine with its own Python and the bundle in .gpu/, in three calls.
 
     python3 scripts/gpu_check.py first        # in 330 s: facts, tests, benchmark
     python3 scripts/gpu_check.py again FILE   # in 240 s: the tests that FILE names, benchmark
+    python3 scripts/gpu_check.py vllm         # in 240 s: engine="vllm", where vLLM is installed
 
 Each part is a process group with a time limit. A part that fails, aborts, hangs or loses the device
-does not affect the results of the other parts. Results go to $OUT, or to outputs/gpu-check:
-facts.txt, check.json, tests.jsonl (each test that ran), again.txt (node ids of failed tests, the
-FILE of the second call), logs.txt, gpu.json, gpu.md and, from the second call, gpu-kernels.md. The
-output ends with a summary of less than 12,000 characters. Exit status: 0 if all parts passed, 1 if
-one did not, 2 if nothing can run here.
+does not affect the results of other parts. Results go to $OUT, or to outputs/gpu-check: facts.txt,
+check.json, tests.jsonl (each test that ran), again.txt (node ids of failed tests, the FILE of the
+second call), logs.txt, gpu.json, gpu.md and, from the second call, gpu-kernels.md. The output ends
+with a summary of less than 12,000 characters. Exit status: 0 if all parts passed, 1 if a part
+failed, 2 if nothing can run here.
 
 Run by hand or by `make gpu-check`. Packages and kernels are installed in a temporary folder.
 """
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = ROOT / ".gpu"
 RESULTS = ROOT / "outputs" / "gpu-check"
 
-FIRST_S, AGAIN_S = 330.0, 240.0
+FIRST_S, AGAIN_S, VLLM_S = 330.0, 240.0, 240.0
 OWN_S = 5.0  # time for this script itself, beside its parts
 NUM_WORKERS = 8
 SUITES = ("tests/contracts", "tests/backends")
@@ -63,8 +65,8 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts that run the tests listed in the file `tests`, the benchmark, and NVIDIA's
-    tools in the remaining time.
+    """Return the parts that repeat the tests in the file `tests`, measure and run NVIDIA's
+    tools.
     """
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
@@ -88,12 +90,23 @@ def again_parts(packages: Path, tests: Path) -> list[Part]:
     ]
 
 
+def vllm_parts(packages: Path) -> list[Part]:
+    """Return the parts that test the engine over vLLM: contract suite and random schedules."""
+    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm")
+    tests = pytest_part("vllm", suites, "not slow", limit_s=190.0)
+    return [
+        facts_part(),
+        install_part(packages),
+        replace(tests, command=[*tests.command, "-k", "vllm"]),
+    ]
+
+
 def facts_part() -> Part:
     return Part(name="facts", command=python("scripts/gpu_facts.py"), limit_s=20.0)
 
 
 def install_part(packages: Path) -> Part:
-    """Return the part that installs the wheels in `packages`, apart from the machine's packages."""
+    """Return the part that installs the wheels into `packages`."""
     options = ["--disable-pip-version-check", "--root-user-action=ignore", "--quiet", "--no-index"]
     options += ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
     wheels = [str(path) for path in sorted(BUNDLE.glob("*.whl"))]
@@ -117,8 +130,9 @@ def pytest_part(
 ) -> Part:
     """Return a part that runs pytest over `paths`, in one process or in `num_workers` workers.
 
-    `marks`: pytest's marker expression. `only`: file of the node ids to run; None for all. A test
-    that runs for half of `limit_s` ends its process.
+    `marks`: pytest's marker expression.
+    `only`: file of the node ids to run. None runs all.
+    A test that runs for half of `limit_s` ends its process.
     """
     options = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]
     options += [f"--timeout={0.5 * limit_s:.0f}", "--timeout-method=thread", "-m", marks]
@@ -140,11 +154,7 @@ def files_of(tests: Path) -> list[str]:
 
 
 def environment_with(scratch: Path) -> dict[str, str]:
-    """Return the environment variables of every part.
-
-    Python imports this tree and the bundle's packages first. The memory saver needs no variable:
-    rollout hooks it into torch's allocator by itself.
-    """
+    """Return the environment of every part, with this tree and the bundle first in PYTHONPATH."""
     paths = [str(ROOT), str(packages_in(scratch)), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -166,12 +176,11 @@ def cache_in(scratch: Path) -> Path:
 
 
 def install_cache(cache: Path) -> None:
-    """Copy the precompiled kernels to `cache`, where Triton adds those that it compiles."""
+    """Copy the precompiled kernels to `cache`, where Triton adds the kernels that it compiles."""
     triton_cache.install(BUNDLE / "triton", cache)
 
 
 def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
-    """Run one part and write its results."""
     cache = cache_in(runner.folder)
     before = triton_cache.num_kernels(cache)
     ended = runner.run(part)
@@ -184,7 +193,7 @@ def run_part(part: Part, runner: Runner, results: Results) -> Outcome:
 def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: float) -> int:
     """Run all parts within `total_s` seconds and print the summary. Returns the exit status.
 
-    Stops after the facts if they say that nothing can run here.
+    Only the facts are run if they show that nothing can run here.
     """
     end = runner.clock.now() + total_s - OWN_S
     for index, part in enumerate(parts):
@@ -200,7 +209,7 @@ def run_parts(parts: Sequence[Part], runner: Runner, results: Results, total_s: 
 
 
 def refuse(why: str) -> int:
-    """Print why nothing can run. Returns the exit status for it."""
+    """Print why nothing can run, and return the exit status for it."""
     print(f"gpu-check: {why}", file=sys.stderr)
     return NO_DEVICE
 
@@ -209,6 +218,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     calls = parser.add_subparsers(dest="call", required=True)
     calls.add_parser("first", help="facts, tests and the benchmark")
+    calls.add_parser("vllm", help='tests of engine="vllm"')
     again = calls.add_parser("again", help="tests that failed, and the benchmark")
     again.add_argument("tests", metavar="FILE", type=Path, help="their node ids, a line each")
     arguments = parser.parse_args(argv)
@@ -218,10 +228,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """Run the parts of the first or second call. Returns the exit status. `clock`: set by tests."""
+    """Run the parts of the first or second call. Returns the exit status. Tests set `clock`."""
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")
+    if arguments.call == "vllm" and find_spec("vllm") is None:
+        return refuse("vLLM is not installed in this Python: docs/how-to/vllm.md names the version")
     out = Path(os.environ.get("OUT") or RESULTS).resolve()
     # SIGINT tells a part to print its summary. A background job starts with SIGINT ignored,
     # and so do its children.
@@ -243,6 +255,8 @@ def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
         packages = packages_in(scratch)
         if arguments.call == "first":
             return run_parts(first_parts(packages), runner, results, FIRST_S)
+        if arguments.call == "vllm":
+            return run_parts(vllm_parts(packages), runner, results, VLLM_S)
         return run_parts(again_parts(packages, asked), runner, results, AGAIN_S)
 
 

@@ -1,7 +1,7 @@
 """Print facts about a CUDA machine, a line each: card, driver, cores, memory, tools and versions.
 
-The first part of `scripts.gpu_check`, and a program of its own. A fact that cannot be read is
-printed as unknown. Exit status: 0, or 2 after a last line that says why tests cannot run here.
+Run by `scripts.gpu_check` as its first part, and by hand. A fact that cannot be read is printed as
+unknown. Exit status: 0, or 2 after a last line that says why tests cannot run here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def read_fact(read: Callable[[], str]) -> str:
 
 
 def what_is_missing() -> str | None:
-    """Return one line that says why this machine cannot run the check; None if it can."""
+    """Return one line that says why this machine cannot run the check, or None if it can."""
     try:
         import torch
     except ImportError:
@@ -79,7 +79,6 @@ def what_is_missing() -> str | None:
 
 
 def main() -> int:
-    """Print the facts. Returns the exit status."""
     for name, read in facts():
         print(f"{name}: {read_fact(read)}", flush=True)
     missing = what_is_missing()

@@ -1,7 +1,8 @@
 """Runner: runs each part of gpu-check as a process group with a time limit, and ends it in time.
 
-Used by `scripts.gpu_check` and `scripts.gpu_results`. Parts write logs, and their tests a journal:
-tests/device_journal.py appends the start and the result of each test to it as a line of JSON.
+Used by `scripts.gpu_check` and `scripts.gpu_results`. Parts write logs. Their tests write a
+journal: tests/device_journal.py appends the start and the result of each test to it as a line of
+JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-GRACE_S = 5.0  # from SIGINT, after which pytest and the benchmark print a summary, to SIGABRT
-ABORT_S = 1.0  # from SIGABRT, after which faulthandler writes the stacks, to SIGKILL
+GRACE_S = 5.0  # from SIGINT to SIGABRT, while pytest and the benchmark print a summary
+ABORT_S = 1.0  # from SIGABRT to SIGKILL, while faulthandler writes the stacks
 REAP_S = 1.0  # from SIGKILL to the end of the process, which a driver may delay
 TOKEN = "ROLLOUT_GPU_CHECK"  # environment variable that a part's processes inherit
 # Variables that tests/device_journal.py reads.
@@ -32,9 +33,10 @@ STACKS = ".stacks-"  # between the journal's name and the id of a process that w
 class Part:
     """A command of the check and its time limit, which includes ending its processes.
 
-    `has_tests`: the command runs pytest, whose tests write the journal. `only`: file of the node
-    ids of the tests to run; None for all. `pages`: files that the command leaves in its $OUT.
-    `takes_spare_time`: the limit grows by the time that earlier parts did not use.
+    `has_tests`: True if the command runs pytest, whose tests write the journal.
+    `only`: file of the node ids of the tests to run. None runs all.
+    `pages`: files that the command leaves in its $OUT.
+    `takes_spare_time`: True if the limit grows by the time that earlier parts did not use.
     """
 
     name: str
@@ -50,8 +52,9 @@ class Part:
 class Ended:
     """How a part's last process ended.
 
-    `exit_status`: negative for a signal; None if the process could not be ended.
-    `is_late`: whether the time limit was reached. `seconds`: duration of the part.
+    `exit_status`: negative for a signal, None if the process could not be ended.
+    `is_late`: True if the time limit was reached.
+    `seconds`: duration of the part.
     """
 
     exit_status: int | None
@@ -74,7 +77,7 @@ class Clock:
         return True
 
     def wait_for_stacks(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait after SIGABRT for the group's stacks and its end, at most ABORT_S."""
+        """Wait, at most ABORT_S, until the group has written its stacks after SIGABRT and ended."""
         wait_for_group(process, ABORT_S)
 
 
@@ -82,7 +85,8 @@ class Clock:
 class Runner:
     """Runs parts in the directory `root`.
 
-    `folder`: for the parts' logs and lists of tests. `journal`: file that tests append to.
+    `folder`: folder of the parts' logs and lists of tests.
+    `journal`: file to which tests append.
     """
 
     root: Path
@@ -144,7 +148,7 @@ class Runner:
         return is_late, process.returncode
 
     def _lists(self, part: Part) -> dict[str, str]:
-        """Return the environment variables for tests/device_journal.py; {} for other commands."""
+        """Return the environment variables that tests/device_journal.py reads."""
         if not part.has_tests:
             return {}
         variables = {JOURNAL: str(self.journal), PART: part.name}
@@ -171,7 +175,6 @@ class Runner:
 
 
 def wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the end of the process, at most `seconds`."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
 
@@ -209,7 +212,7 @@ def described(exit_status: int | None) -> str:
 
 
 def lines_of(journal: Path, part: str | None = None) -> list[dict[str, str]]:
-    """Return the journal's lines, of `part` or of all parts if None. Skips lines cut by a kill."""
+    """Return the journal's lines of `part`, or all lines if None. Skips lines cut by a kill."""
     lines = []
     if journal.exists():
         for text in journal.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,6 +1,6 @@
 """Results of gpu-check: the outcome of each part, the files in $OUT, and the printed summary.
 
-Used by `scripts.gpu_check`.
+Used by `scripts.gpu_check`. Results writes and deletes the files.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FILES = (
     *("facts.txt", "check.json", "tests.jsonl", "again.txt", "logs.txt"),
     *("gpu.json", "gpu.md", "gpu-kernels.md"),
 )
-NUM_FAILURES = 3  # printed for each part; tests.jsonl has all
-# The output, of which the lines of ended parts take a tenth, stays below 12,000 characters.
+NUM_FAILURES = 3  # number of failures printed for each part. tests.jsonl has all.
+# The lines of ended parts take a tenth of the output, which stays below 12,000 characters.
 SUMMARY_CHARACTERS = 10_800
-LOG_BYTES = 1 << 20  # kept of the end of a part's log
+LOG_BYTES = 1 << 20  # size of the kept end of a part's log
 # All printed failures share these characters, within the widths below.
 FAILURES_CHARACTERS = 6_000
 NAME_WIDTH, ERROR_WIDTH = 150, 220
@@ -50,10 +50,11 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Outcome of a part. `status` is "passed", "failed", "timed out" or "nothing to run".
+    """Outcome of a part.
 
-    `num_not_run`: tests that were collected and not started.
-    `num_compiled`: kernels that had to be compiled, since Triton's cache lacked them.
+    `status`: "passed", "failed", "timed out" or "nothing to run".
+    `num_not_run`: number of tests that were collected and not started.
+    `num_compiled`: number of kernels that were compiled because Triton's cache lacked them.
     """
 
     name: str
@@ -75,7 +76,8 @@ class Outcome:
 def outcome_of(part: Part, ended: Ended, journal: Path, log: Path, num_compiled: int) -> Outcome:
     """Return the outcome of a part, from its journal and log.
 
-    If a part failed or timed out without a failed test, its only failure is that of `failure_in`.
+    If a part failed or timed out without a failed test, its only failure is the result of
+    `failure_in`.
     """
     lines = lines_of(journal, part.name)
     events = Counter(line["event"] for line in lines)
@@ -137,10 +139,7 @@ def stacks_in(text: str) -> list[list[str]]:
 
 
 def innermost_frame(stacks: Sequence[Sequence[str]], test: str = "") -> str:
-    """Return the innermost frame of the first stack; with `test`, of the first stack that runs it.
-
-    Returns "" if there is no such stack.
-    """
+    """Return the innermost frame of the first stack (of `test`, if given), or "" without one."""
     function = test.rpartition("::")[2].partition("[")[0]
     for frames in stacks:
         if not test or any(frame.endswith(f" {function}") for frame in frames):
@@ -153,10 +152,12 @@ def tail_of(log: Path) -> bytes:
 
 
 class Results:
-    """Deletes the files of older calls in `out`, and writes this call's files after every part."""
+    """Deletes the files of older calls in `out`, and writes this call's files after every part.
+
+    `asked`: node ids of the tests to run. Empty for all tests.
+    """
 
     def __init__(self, out: Path, call: str, asked: Sequence[str]) -> None:
-        """`asked`: node ids of the tests to run; empty for all tests."""
         out.mkdir(parents=True, exist_ok=True)
         self._out, self._call, self._asked = out, call, asked
         self._outcomes: list[Outcome] = []
@@ -197,7 +198,8 @@ class Results:
 def summary_of(outcomes: Sequence[Outcome], unknown: Sequence[str], table: str) -> str:
     """Return a line for each part, its first failures, and as much of the table as fits.
 
-    `unknown`: tests that were asked for and did not start. `table`: the benchmark's page, gpu.md.
+    `unknown`: requested tests that did not start.
+    `table`: the benchmark's page, gpu.md.
     """
     lines = ["", "=== summary", *map(line_of, outcomes)]
     num_shown = sum(min(len(outcome.failures), NUM_FAILURES) for outcome in outcomes)
@@ -246,7 +248,7 @@ def failure_lines(outcome: Outcome, num_characters: int) -> list[str]:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return `text` as one line of at most `width` characters; a longer one loses its middle."""
+    """Return `text` as one line of at most `width` characters. A longer text loses its middle."""
     line = " ".join(text.split())
     if len(line) <= width:
         return line

@@ -4,8 +4,8 @@
     python scripts/http_fields.py peers --check  # exits with 1 if the packages have other fields
     python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
-Run by hand; tests compare its page and its list. `peers` downloads the released packages from PyPI
-into a temporary folder. Their sources are read, never run.
+Run by hand. Tests compare the page and the list with the structs of requests. `peers` downloads
+the released packages from PyPI. It parses their sources and never runs them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A released package: its file on PyPI, and the folder of its sources inside the file.
+    """A released package.
 
-    The file is a source distribution, or a wheel if there is none.
+    `file`: name of its source distribution on PyPI, or of a wheel if there is none.
+    `root`: folder of the package's sources inside that file.
     """
 
     name: str
@@ -69,10 +70,10 @@ PACKAGES = (
 class Source:
     """A place in a package that declares the fields of a request.
 
-    `route`: method and path, then the name of a nested object, or `?` for the query.
+    `route`: method and path. ` ?` after them means the query, a name means a nested object.
     `classes`: classes whose fields are the request's.
-    `function`: handler whose body parameters are the request's fields; its query parameters if the
-    route ends with `?`.
+    `function`: handler whose body parameters are the request's fields. For a `?` route the
+    query parameters are its fields.
     """
 
     route: str
@@ -207,10 +208,7 @@ Status = Neutral | Refused | None
 
 
 def keys_of(tree: ast.Module, source: Source) -> set[str]:
-    """Return the keys that the classes and function of `source` declare in `tree`, its file.
-
-    Raises LookupError if there are none.
-    """
+    """Return the keys of `source`. Raises LookupError if it has none and is not in _EMPTY."""
     keys = set()
     for name in source.classes:
         keys |= _fields(tree, name)
@@ -228,10 +226,7 @@ _INTERNAL_BASES = ("BaseReq",)
 
 
 def _fields(tree: ast.Module, name: str) -> set[str]:
-    """Return the public fields of a class and of its bases in the same file, with their aliases.
-
-    Raises LookupError if there is no such class.
-    """
+    """Return the public fields and aliases of a class. Raises LookupError without such a class."""
     found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     if not found:
         raise LookupError(f"there is no class {name}")
@@ -264,7 +259,6 @@ def _has(tree: ast.Module, name: str) -> bool:
 
 
 def _aliases(value: ast.expr | None) -> Iterator[str]:
-    """Yield the aliases of a pydantic Field."""
     for keyword in value.keywords if isinstance(value, ast.Call) else ():
         if keyword.arg in ("alias", "validation_alias"):
             for part in ast.walk(keyword.value):
@@ -273,9 +267,8 @@ def _aliases(value: ast.expr | None) -> Iterator[str]:
 
 
 def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
-    """Return the parameters that a FastAPI handler gets from the body, or from the query if
-    `of_query`, and the keys that its code reads from there.
-    """
+    """Return the parameters that a FastAPI handler gets from the query or the body."""
+    # They are declared, or read by the handler's code.
     (node,) = (
         each
         for each in tree.body
@@ -304,7 +297,7 @@ def _parameters(tree: ast.Module, name: str, *, of_query: bool) -> set[str]:
 
 
 def _constants(tree: ast.Module, name: str) -> set[str]:
-    """Return the strings of the module's constant `name`. Raises LookupError without one."""
+    """Return the strings of the module's constant `name`. Raises LookupError without it."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             parts = [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
@@ -316,7 +309,6 @@ def _constants(tree: ast.Module, name: str) -> set[str]:
 
 
 def _download(package: Package, folder: Path) -> Path:
-    """Download the file of a package from PyPI into `folder`. Returns its path."""
     request = urllib.request.Request(_INDEX.format(name=package.name), headers=_JSON)
     with urllib.request.urlopen(request, timeout=120) as answer:
         files = {each["filename"]: each["url"] for each in json.load(answer)["files"]}
@@ -326,7 +318,6 @@ def _download(package: Package, folder: Path) -> Path:
 
 
 def _texts(path: Path, names: set[str]) -> dict[str, str]:
-    """Return the texts of the files `names` inside a source distribution or a wheel, by name."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel:
             return {name: wheel.read(name).decode() for name in names}
@@ -413,9 +404,7 @@ the fields of other servers and clients from their released packages. A test com
 
 
 def _places() -> dict[str, type[Fields]]:
-    """Return the structs of bodies, of objects in them, and of queries, by place, as a Source's
-    `route`, for all protocols.
-    """
+    """Return the structs of bodies, nested objects and queries, with keys like `Source.route`."""
     found: dict[str, type[Fields]] = {}
     for route in routes_of(PROTOCOLS):
         start = f"{route.method} {route.path}"
@@ -433,7 +422,6 @@ def _title(place: str) -> str:
 
 
 def _section(statuses: dict[str, Status]) -> Iterator[str]:
-    """Yield the lines about the fields of one object."""
     served = [f"`{name}`" for name, status in statuses.items() if status is None]
     yield f"Served: {', '.join(served)}." if served else "No field is served."
     by_status: defaultdict[str, list[str]] = defaultdict(list)

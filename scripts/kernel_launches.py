@@ -3,11 +3,11 @@
     python -m scripts.kernel_launches LAUNCHES [SHARE NUM_SHARES]
 
 compiles the launches in the file LAUNCHES for an H100 into Triton's cache, TRITON_CACHE_DIR. It
-prints as JSON the entries of the cache that they need and the kernels that were compiled anew. Run
-it without TRITON_INTERPRET. A record has the properties by which Triton distinguishes launches:
-whether an integer is 1, a multiple of 16 or another; a pointer's type and whether it is aligned;
-the value of a constant.
-Run by `scripts.gpu_bundle`; the tests record launches by `recorded`.
+prints as JSON the cache's entries that the launches need, and the kernels that were compiled anew.
+Run it without TRITON_INTERPRET. A record has only the properties by which Triton distinguishes
+launches: whether an integer is 1, a multiple of 16 or another number, a pointer's type and whether
+it is aligned, and the value of a constant.
+Run by `scripts.gpu_bundle`. The tests record launches by `recorded`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build, cache, driver, interpreter
 
 H100 = GPUTarget("cuda", 90, 32)
-ALIGNMENT = 16  # Triton asks whether pointers and integers are multiples of it
+ALIGNMENT = 16  # Triton distinguishes multiples of 16 among pointers and integers
 # Linkage of a machine's programs, as the command `file` prints it; "" without that command.
 LINKAGES = ("ELF", "")
 
@@ -53,7 +53,7 @@ class Recorder:
         self.interprets = True
 
     def record(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Write the launch of a kernel's `function`, unless one of its kind was written."""
+        """Write the launch of a kernel's `function`, unless a launch of its kind was written."""
         line = describe(function, args, kwargs)
         if line not in self._seen:
             self._seen.add(line)
@@ -100,9 +100,7 @@ def describe(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 
 def _described(value: Any, is_constant: bool) -> Any:
-    """Return an argument for JSON: ["tensor", dtype, whether it is aligned], ["dtype", name], or a
-    value itself. A number stands for all that Triton treats alike, unless it is a constant.
-    """
+    """Return an argument as JSON. One number stands for all numbers that Triton treats alike."""
     if isinstance(value, Tensor):
         is_aligned = value.data_ptr() % ALIGNMENT == 0
         return ["tensor", str(value.dtype).removeprefix("torch."), is_aligned]
@@ -130,10 +128,8 @@ def _alike(value: int) -> int:
 
 
 def with_variants(lines: Iterable[str]) -> list[str]:
-    """Return the launches, each also with aligned pointers and with bfloat16 for float16.
-
-    On a device copies are aligned. Tests in the interpreter avoid bfloat16, which it gets wrong.
-    """
+    """Return the launches, each also with aligned pointers and with bfloat16 for float16."""
+    # On a device copies are aligned. Tests in the interpreter avoid bfloat16, which it gets wrong.
     found: dict[str, None] = {}
     for line in lines:
         for text in (line, line.replace('"float16"', '"bfloat16"')):
@@ -143,8 +139,6 @@ def with_variants(lines: Iterable[str]) -> list[str]:
 
 
 class _OfflineDriver:
-    """The part of a Triton driver that its just-in-time compiler calls before a launch."""
-
     def get_current_target(self) -> GPUTarget:
         return H100
 
@@ -159,24 +153,26 @@ class _OfflineDriver:
 
 
 class Compiler:
-    """Compiles launches into Triton's cache. `keys`: entries that they need, found or made.
-    `compiled`: names of the kernels and launchers that were made.
+    """Compiles launches into Triton's cache.
+
+    `keys`: entries of the cache that the launches need.
+    `compiled`: names of the kernels and launchers that were compiled.
+    `libraries`: an empty folder, to which a library is written that launchers link with.
     """
 
     def __init__(self, libraries: Path) -> None:
-        """`libraries`: an empty folder, to which a library is written that launchers link with."""
         self.keys: set[str] = set()
         self.compiled: list[str] = []
         self._libraries = libraries
 
     def compile(self, lines: Iterable[str]) -> None:
-        """Compile recorded launches. Call once in a process: it sets Triton's driver and hooks."""
+        """Compile recorded launches. Call this once in a process, since it sets Triton's driver."""
         make_libcuda(self._libraries)
         driver.set_active(_OfflineDriver())
         knobs.nvidia.libcuda_path = str(self._libraries)
         knobs.compilation.store_binary_only = True
         knobs.compilation.listener = self._record_compiled
-        # Some Tritons have a launcher for each signature; later ones launch all by one module.
+        # Some Tritons have a launcher for each signature. Later ones have one module for all.
         has_launchers = hasattr(nvidia, "make_launcher")
         nvidia.compile_module_from_src = self._build_module
         if lines := list(lines):
@@ -194,10 +190,8 @@ class Compiler:
     def _build_module(
         self, src: str, name: str, library_dirs: Any, include_dirs: Any, libraries: Any, *_: Any
     ) -> Any:
-        """Compile a module into the cache. Replaces Triton's `compile_module_from_src`, which would
-        also load the module and so needs a driver. The cache's key depends on Python's linkage, so
-        a module is stored under the key of each of LINKAGES.
-        """
+        # Replaces Triton's `compile_module_from_src`, which also loads the module and so needs a
+        # driver. The cache's key depends on Python's linkage, so a module has a key per LINKAGES.
         file_name = name + sysconfig.get_config_var("EXT_SUFFIX")
         *machine, _ = build.platform_key().split(",")
         platforms = (",".join([*machine, linkage]) for linkage in LINKAGES)
@@ -223,14 +217,12 @@ class Compiler:
 
 
 class _Module:
-    """Stands for a module that was compiled and not loaded. Every attribute is None."""
-
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def compile_launch(line: str) -> Any:
-    """Compile the kernel of a recorded launch, or find it in the cache. Returns it."""
+    """Compile the kernel of a recorded launch, or find it in the cache. Returns the kernel."""
     launch = json.loads(line)
     module, name = launch["kernel"].split(":")
     kernel = getattr(import_module(module), name)
@@ -240,7 +232,6 @@ def compile_launch(line: str) -> Any:
 
 
 def _argument(described: Any) -> Any:
-    """Return an argument for which Triton compiles the same kernel as for the recorded one."""
     if not isinstance(described, list):
         return described
     kind, name, *is_aligned = described
@@ -251,9 +242,8 @@ def _argument(described: Any) -> Any:
 
 
 def make_libcuda(folder: Path) -> None:
-    """Write a library with the driver's name and functions to `folder`, to link with without a
-    driver. It needs the functions, since a linker records only libraries that resolve a symbol.
-    """
+    """Write a stand-in for the CUDA driver's library to `folder`, to link with without a driver."""
+    # A linker records only libraries that resolve a symbol, so the library needs the functions.
     header = Path(nvidia.dirname, "include", "cuda.h").read_text(encoding="utf-8")
     names = sorted(set(re.findall(r"\bcu[A-Z]\w*", header)))
     source = folder / "libcuda.c"

@@ -3,10 +3,10 @@
 python scripts/run_pictures.py [overrides of the demo]
 python scripts/run_pictures.py --runs DIR DIR DIR  # of finished runs of benchmarks.smollm
 
-Run by hand when the dashboard or the report changed. It runs the demo (some minutes) in a temporary
-folder, reads the screen of its terminal, and writes dashboard.svg and report.png to docs/images.
-With --runs it writes report-runs.png, and report-samples.png of the first run's last seed.
-Needs pyte (pip install pyte), and chromium for the report.
+Run by hand when the dashboard or the report changed. The script runs the demo (some minutes) in a
+temporary folder, reads the screen of its terminal, and writes dashboard.svg and report.png to
+docs/images. With --runs it writes report-runs.png, and report-samples.png of the first run's last
+seed. Needs pyte (pip install pyte) and chromium.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 110, 40
 RUN_NAME = "pictures"
-NUM_COLOURS = 128  # of a PNG; halves its size
-MAX_BYTES = 300_000  # of a PNG in docs/
-PAGE_WIDTH, TALL = 1280, 6_000  # pixels; TALL holds the whole report
+NUM_COLOURS = 128  # colours of a PNG, which halve its size
+MAX_BYTES = 300_000  # limit on a PNG in docs/
+PAGE_WIDTH, TALL = 1280, 6_000  # pixels. The whole report fits into TALL.
 PALETTE = {"brown": "yellow", "brightbrown": "bright_yellow"}  # pyte's names of yellow
 
 
@@ -122,10 +122,8 @@ def start_in_terminal(command: list[str], folder: Path) -> tuple[int, int]:
 
 
 def worth_showing(lines: list[str], step: int) -> int:
-    """Return how well the screen suits: 3 for a dashboard after `step` with a part of the next
-    batch and its reward, 2 with a part of the next batch, 1 for another dashboard after `step`, 0
-    for any other screen.
-    """
+    """Return how suitable the screen is for a picture, from 0 (unsuitable) to 3."""
+    # 1: a dashboard after `step`, 2: and a part of the next batch, 3: and the part's reward.
     shown = "\n".join(lines)
     steps, samples = re.search(r"step (\d+)/", shown), re.search(r"(\d+) of (\d+) samples", shown)
     if steps is None or samples is None or int(steps[1]) < step:
@@ -150,7 +148,6 @@ def text_of(screen: Any) -> Text:
 
 
 def style_of(cell: Any) -> str:
-    """Return a cell's style as rich names it."""
     colour = PALETTE.get(cell.fg, cell.fg)
     if len(colour) == 6 and all(letter in "0123456789abcdef" for letter in colour):
         colour = f"#{colour}"
@@ -162,7 +159,7 @@ def style_of(cell: Any) -> str:
 def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool = False) -> None:
     """Write the first `height` pixels of the page at `url` to `path`, by a headless browser.
 
-    `is_end`: write the last `height` pixels that are not empty instead.
+    `is_end`: True writes the last `height` pixels that are not empty instead.
     """
     with tempfile.TemporaryDirectory() as profile:
         flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
@@ -179,7 +176,7 @@ def screenshot(browser: str, url: str, path: Path, height: int, *, is_end: bool 
 
 
 def shrink(source: Path, target: Path) -> None:
-    """Write `source` to `target` with fewer colours. Raises SystemExit if that is too large."""
+    """Write `source` to `target` with fewer colours. Raises SystemExit if the file is too large."""
     with Image.open(source) as image:
         image.convert("RGB").quantize(NUM_COLOURS).save(target, optimize=True)
     if target.stat().st_size > MAX_BYTES:

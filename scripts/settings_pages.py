@@ -3,8 +3,8 @@
     python -m scripts.settings_pages
 
 writes docs/reference/configuration.md (engine, request, server) and docs/reference/job-settings.md
-(`rollout train`). Run by hand; a test compares the pages. A field's meaning is its entry in the
-docstring of its class, its range is what its type declares (`rollout.ranges`).
+(`rollout train`). Run by hand. A test fails if a page is out of date. A field's meaning is its
+entry in its class's docstring. Its range is what its type declares (`rollout.ranges`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONF = _ROOT / "conf"
 _REFERENCE = _ROOT / "docs" / "reference"
 _ENTRIES = ("train", "smollm", "demo")
 _REQUIRED = "required"
-# "name: text" or "name, name: text", with the lines below it up to the next entry, a blank line or
-# the errors. Names may be in backquotes.
+# An entry is "name: text" or "name, name: text", up to the next entry, a blank line or the errors.
+# Names may be in backquotes.
 _NAMES = r"`?\w+`?(?:, `?\w+`?)*: "
 _ENTRY = re.compile(rf"^({_NAMES})(.*\n?(?:(?!{_NAMES}|Raises ).+\n?)*)", re.MULTILINE)
 # Words of a range's text, which follows "must be " in messages -> words of a table.
@@ -139,7 +139,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row], header: Row) -> str:
-    """Return a Markdown table of `rows`, whose keys and defaults are code."""
+    """Return a Markdown table of `rows`, with keys and defaults as code."""
     lines = [f"| {' | '.join(header)} |", "|---|---|---|---|"]
     for row in rows:
         default = row.default if row.default == _REQUIRED else f"`{row.default}`"
@@ -149,8 +149,7 @@ def table(rows: Sequence[Row], header: Row) -> str:
 
 
 def range_text(kind: type, name: str, literals: Mapping[str, str]) -> str:
-    """Return the range of a field in few words. `literals`: how the page writes Python's None, True
-    and False."""
+    """Return the range of a field in few words. `literals`: words for None, True and False."""
     text = ranges_of(kind)[name].text()
     for pattern, replacement in _SHORTER.items():
         text = re.sub(pattern, replacement, text)
@@ -159,7 +158,6 @@ def range_text(kind: type, name: str, literals: Mapping[str, str]) -> str:
 
 
 def _choices(found: re.Match[str]) -> str:
-    """Return a list of choices as code. An interval such as [0, 1] is left as it is."""
     try:
         choices = ast.literal_eval(found[0])
     except (SyntaxError, ValueError):
@@ -170,7 +168,7 @@ def _choices(found: re.Match[str]) -> str:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a dataclass's field, MISSING if it has none."""
+    """Return the default of a dataclass's field, or MISSING if it has none."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
@@ -179,7 +177,6 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def python_rows(kind: type) -> list[Row]:
-    """Return a row for each field of a config that Python code makes."""
     docs = field_docs(kind)
     rows = []
     for field in dataclasses.fields(kind):
@@ -211,8 +208,10 @@ def comment_of(path: Path) -> str:
 
 
 def option_table(header: str, paths: Sequence[Path], default: str) -> str:
-    """Return a table of config files with the comments at their tops. `default`: name of the file
-    that a job uses if the command names none."""
+    """Return a table of config files with the comments at their tops.
+
+    `default`: name of the file that a job uses if the command names none.
+    """
     lines = [f"| {header} | what it sets |", "|---|---|"]
     for path in paths:
         mark = " (default)" if path.stem == default else ""
@@ -221,10 +220,10 @@ def option_table(header: str, paths: Sequence[Path], default: str) -> str:
 
 
 def job_rows(kind: type, values: Mapping[str, Any] | None, path: str) -> Iterator[Row]:
-    """Yield a row for each key at and below `path`, whose type is the dataclass `kind`.
+    """Yield a row for each key below `path`, where the job has the dataclass `kind`.
 
-    An InferenceConfig has rows for the fields that the composed config sets.
-    `values`: values of the composed config at `path`; None where it has none.
+    An InferenceConfig has rows only for the fields that the composed config sets.
+    `values`: values of the composed config at `path`, or None if it has none.
     """
     docs, types_by_name = field_docs(kind), field_types(kind)
     for field in dataclasses.fields(kind):
@@ -246,7 +245,6 @@ def job_rows(kind: type, values: Mapping[str, Any] | None, path: str) -> Iterato
 
 
 def _shown(value: Any) -> str:
-    """Return a value as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

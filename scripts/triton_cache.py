@@ -2,9 +2,9 @@
 
     python scripts/triton_cache.py install .gpu/triton FOLDER
 
-Run programs with TRITON_CACHE_DIR=FOLDER afterwards. Triton keeps each compiled kernel in a folder
-of its own, an entry, and lists the entry's files by their absolute paths. A packed cache lists them
-by name, and has only the files that a launch reads. Used by `scripts.gpu_bundle`, which packs, and
+Run programs with TRITON_CACHE_DIR=FOLDER afterwards. An entry of the cache is the folder of one
+compiled kernel. Triton lists an entry's files by their absolute paths. A packed cache lists them by
+name, and has only the files that a launch reads. Used by `scripts.gpu_bundle`, which packs, and
 `scripts.gpu_check`, which installs. Needs only the standard library.
 """
 
@@ -18,12 +18,15 @@ from pathlib import Path
 
 GROUP = "__grp__"  # start of the name of a file that lists the files of a kernel
 CHILDREN = "child_paths"  # key of that list
-# Machine code and its description, and modules that launch kernels. A launch reads nothing else.
+# Machine code, its description, and modules that launch kernels. A launch reads nothing else.
 KEPT_SUFFIXES = (".cubin", ".json", ".so")
 
 
 def pack(cache: Path, folder: Path, keys: Collection[str]) -> int:
-    """Make the entries `keys` of `cache` the contents of `folder`. Returns how many were copied."""
+    """Make `folder` the packed cache of exactly the entries `keys` of `cache`.
+
+    Returns the number of copied entries. Entries that `folder` already has are kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
         if entry.name not in keys:
@@ -44,7 +47,7 @@ def install(folder: Path, cache: Path) -> int:
 
 
 def entries(cache: Path) -> set[str]:
-    """Return the keys of a cache's entries, packed or not; empty if the folder does not exist."""
+    """Return the keys of a cache's entries, packed or not. Empty if the folder does not exist."""
     return {path.name for path in cache.iterdir() if path.is_dir()} if cache.is_dir() else set()
 
 
@@ -54,7 +57,6 @@ def num_kernels(cache: Path) -> int:
 
 
 def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
-    """Copy an entry's files. Their list has names if `by_name`, else absolute paths in `target`."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         if path.name.startswith(GROUP):
@@ -67,7 +69,7 @@ def _copy_entry(source: Path, target: Path, *, by_name: bool) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Install a packed cache. Returns the exit status: 0, or 2 with a message for bad arguments."""
+    """Install a packed cache. Returns the exit status: 0, or 2 after a message."""
     if len(arguments) != 3 or arguments[0] != "install":
         print("usage: triton_cache.py install PACKED_FOLDER CACHE_FOLDER", file=sys.stderr)
         return 2

@@ -1,22 +1,22 @@
 """The functions and classes that a training loop calls, listed in the order of a loop.
 
-    prompts    PromptItem, PromptLedger, Curriculum; files: trainer_hooks.prompts.sources
+    prompts    PromptItem, PromptLedger, Curriculum. trainer_hooks.prompts.sources reads files.
     generate   generation_phase around LLM.submit and LLM.collect, or AsyncRolloutProducer, which
-               makes batches beside the training; ThreadedLLM for an LLM in this process
+               makes batches while the trainer trains. ThreadedLLM wraps an LLM of this process.
     reward     RewardRunner, WeightedRewards, VerlReward, overlong_penalties
-    collate    collate_rollouts -> RolloutBatch; a TrainingBatch of the producer holds one
+    collate    collate_rollouts returns a RolloutBatch. A producer's TrainingBatch contains one.
     advantage  group_advantages, reinforce_plus_plus_advantages, or gae_advantages with a critic
     loss       head_logits, token_logprobs, token_entropies, policy_loss, PolicyLossConfig,
                value_loss
-    update     update_policy: passes, minibatches, micro-batches by tokens, packing; replay_routing:
-               passes of a mixture with the experts that its rollouts used; ReferencePolicy
-    push       WeightSync; join_push on ranks without an engine; full_tensors, merged_tensors
-    measure    evaluate, MetricsLogger; more in trainer_hooks.metrics
+    update     update_policy runs the passes, minibatches and micro-batches of one step.
+               replay_routing makes a mixture of experts use the experts that sampled the tokens.
+               ReferencePolicy computes the log-probs of a fixed model.
+    push       WeightSync. Ranks without an engine call join_push. full_tensors, merged_tensors
+    measure    evaluate, MetricsLogger. trainer_hooks.metrics has more.
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 
-Used by users' training loops, the examples, the benchmarks and the training job
-(`trainer_hooks.train`: Hydra configs, a dashboard, the files of a run). examples/grpo_minimal.py
-and examples/async_minimal.py are whole loops.
+Used by users' training loops, the examples, the benchmarks and `trainer_hooks.train`, the training
+job. examples/grpo_minimal.py and examples/async_minimal.py are whole loops.
 """
 
 import warnings as _warnings
@@ -25,7 +25,7 @@ from typing import Any as _Any
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> its names in this package. The stub beside this file has the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "rollout.apis.threaded_llm": "ThreadedLLM",
     "trainer_hooks.checkpoint": (

@@ -1,9 +1,10 @@
-"""Checkpoints of a training run, and a counter whose weights versions are never used twice.
+"""Checkpoints of a training run, and a counter that never uses a weights version twice.
 
-Used by users' training loops, `trainer_hooks.train.main` and `trainer_hooks.train.learner`;
-`trainer_hooks.doctor.command` reads the checkpoints, `trainer_hooks.weight_sync.fsdp2` implements
-StatefulOptimizer. It writes and deletes step_<step> directories, sets torch's, numpy's and Python's
-random states on a load, and writes a file with the highest version.
+Used by users' training loops and by `main`, `learner` and `summary` of `trainer_hooks.train`.
+`trainer_hooks.doctor.command` reads checkpoints. `trainer_hooks.weight_sync.fsdp2` returns a
+SavesPretrained.
+Saving writes and deletes directories named step_<step>. Loading sets the random states of torch,
+numpy and Python. The counter writes the highest version to a file.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _TRUNCATED_FILE_ERRORS = (
 
 
 class SavesPretrained(Protocol):
-    """A transformers model or tokenizer."""
+    """A model or tokenizer with the `save_pretrained` of transformers."""
 
     def save_pretrained(self, save_directory: str) -> Any:
         """Write the files that `from_pretrained` reads."""
@@ -72,7 +73,7 @@ class TrainerState:
 
     `step`: number of training steps done.
     `weights_version`: highest weights version used.
-    `prompts`: JSON-able state of the prompt source: its position and the prompts in progress.
+    `prompts`: JSON-able state of the prompt source.
     """
 
     step: int
@@ -93,17 +94,18 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint `root`/step_<step>, a Hugging Face directory with the trainer's state.
 
-    A checkpoint is complete or absent: the files are written to a hidden directory that is then
-    renamed. They include the random states of torch (with accelerators), numpy and Python.
-    A checkpoint of the same step is replaced, and leftovers of killed processes are deleted.
-    `policy`, `tokenizer`: written by their `save_pretrained`; no tokenizer files if None.
-    `optimizer`, `scheduler`: their `state_dict()` is written; no scheduler state if None.
-    `own_state`: further state of the run as tensors, numbers, text, lists and dicts; see
-    `read_own_state`.
-    `keep`: number of checkpoints that remain, this one included. Older ones are deleted;
-    checkpoints of later steps are neither counted nor deleted.
+    A checkpoint is complete or absent, even after a kill. A checkpoint includes the random states
+    of torch, its accelerators, numpy and Python. A checkpoint of the same step is replaced.
+    Unfinished checkpoints of killed processes are deleted.
+    `policy`, `tokenizer`: written by their `save_pretrained`. Without a tokenizer the checkpoint
+    has no tokenizer files.
+    `optimizer`, `scheduler`: their `state_dict()` is written.
+    `own_state`: further state of the run as tensors, numbers, text, lists and dicts.
+    `read_own_state` returns it.
+    `keep`: number of checkpoints to keep, including this one. Older ones are deleted. Checkpoints
+    of later steps are neither counted nor deleted.
     Returns the checkpoint's directory. Raises ConfigError for `keep` below 1, and for an
-    `own_state` that could not be read back.
+    `own_state` that `read_own_state` cannot read.
     """
     if keep < 1:
         raise ConfigError(f"keep={keep} must be at least 1: the new checkpoint itself is kept")
@@ -138,19 +140,19 @@ def save_checkpoint(
 def restore_checkpoints(root: Path | str) -> None:
     """Restore the checkpoints under `root` whose replacement was interrupted by a kill.
 
-    `save_checkpoint` does it too. Only the process that writes under `root` may call this.
+    `save_checkpoint` calls this. Only the process that writes under `root` may call it.
     """
     for replaced in Path(root).glob(".step_*.old"):
         restore_directory(replaced.with_name(replaced.name[1:].removesuffix(".old")))
 
 
 def find_checkpoint(root: Path | str) -> Path | None:
-    """Return the directory of the checkpoint of the highest step under `root`, or None."""
+    """Return the directory of the checkpoint with the highest step under `root`, or None."""
     return next(iter(reversed(_checkpoints(Path(root)))), None)
 
 
 def read_trainer_state(checkpoint: Path | str) -> TrainerState:
-    """Return the TrainerState of a checkpoint. Raises ConfigError if it is missing or truncated."""
+    """Return a checkpoint's TrainerState. Raises ConfigError for a missing or truncated file."""
     path = Path(checkpoint) / _STATE_FILE
     if not path.exists():
         raise ConfigError(f"{checkpoint} is not a trainer's checkpoint: it has no {_STATE_FILE}")
@@ -161,10 +163,10 @@ def read_trainer_state(checkpoint: Path | str) -> TrainerState:
 
 
 def read_own_state(checkpoint: Path | str) -> Any:
-    """Return the `own_state` in a checkpoint's directory, or None if it has none.
+    """Return the `own_state` in a checkpoint's directory, or None if the checkpoint has none.
 
-    Raises ConfigError for a truncated file, and for a file with objects that `save_checkpoint`
-    does not allow. Such objects are never unpickled.
+    Raises ConfigError for a truncated file, and for a file with types that `save_checkpoint` does
+    not allow. Such types are never unpickled.
     """
     path = Path(checkpoint) / _OWN_FILE
     if not path.exists():
@@ -187,11 +189,11 @@ def load_checkpoint(
 ) -> TrainerState:
     """Load the states of `optimizer`, `scheduler` and the random generators from a checkpoint.
 
-    The generators are those of torch (with accelerators), numpy and Python. Load the policy by
+    The random generators are those of torch, its accelerators, numpy and Python. Load the policy by
     `from_pretrained(checkpoint)` before creating its optimizer.
     Returns the run's TrainerState. Raises ConfigError, and changes nothing, if the directory is not
-    a checkpoint or has a truncated file, if it was saved with another optimizer or other
-    parameters, and if `scheduler` is given but was not saved.
+    a checkpoint, has a truncated file or was saved with another optimizer or other parameters. The
+    same holds if `scheduler` is given but was not saved.
     """
     root = Path(checkpoint)
     state = read_trainer_state(root)
@@ -211,10 +213,6 @@ def load_checkpoint(
 def _require_same_parameters(
     root: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer | StatefulOptimizer
 ) -> None:
-    """Raise ConfigError unless the checkpoint in `root` has the kind and parameters of `optimizer`.
-
-    `saved`: the optimizer's saved state.
-    """
     remedy = "resume with the settings of that run, or start a new run in another directory"
     own, theirs = (
         [len(group["params"]) for group in groups]
@@ -243,14 +241,12 @@ def _require_same_parameters(
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's `kind` or class name, and its parameters' shapes in order."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kind = getattr(optimizer, "kind", type(optimizer).__name__)
     return {"kind": kind, "shapes": [[*each.shape] for each in parameters]}
 
 
 def _read_tensors(path: Path) -> Any:
-    """Return the object saved in `path`. Raises ConfigError for a missing or truncated file."""
     try:
         return torch.load(path, weights_only=True)
     except _TRUNCATED_FILE_ERRORS as error:
@@ -265,11 +261,11 @@ def _truncated_file_error(path: Path, error: Exception) -> ConfigError:
 class WeightsVersionCounter:
     """Reserves increasing weights versions and keeps the highest in a file.
 
-    After a resume from an older checkpoint, a version that engines have already seen must not name
-    other weights, because rollouts of the discarded steps may still carry it.
-    `path`: file with the highest version; it need not exist.
+    A run resumed from an older checkpoint must not reuse a version number. Rollouts of the
+    discarded steps may still carry that number.
+    `path`: file with the highest version. The file need not exist.
     `floor`: highest version known from elsewhere, such as a checkpoint.
-    Raises ConfigError for a file that does not hold a number.
+    Raises ConfigError if the file does not hold a number.
     """
 
     def __init__(self, path: Path | str, floor: int = 0) -> None:
@@ -285,11 +281,11 @@ class WeightsVersionCounter:
 
     @property
     def highest(self) -> int:
-        """The highest version reserved so far, and at least `floor`."""
+        """The highest version reserved so far, or `floor` if that is higher."""
         return self._highest
 
     def reserve(self) -> int:
-        """Return the next version, already written to the file."""
+        """Write the next version to the file and return it."""
         self._highest += 1
         replace_text(self._path, f"{self._highest}\n")
         return self._highest
@@ -306,10 +302,10 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _random_states() -> dict[str, Any]:
-    """Return all random states as tensors, numbers and tuples, which load with `weights_only`."""
+    # Tensors, numbers and tuples, which torch.load reads with `weights_only`.
     algorithm, keys, *rest = np.random.get_state()
     devices = torch.get_device_module()  # torch.cpu where there is no accelerator
-    # A process that has not used its accelerator has drawn nothing there; asking would begin to.
+    # An unused accelerator has drawn nothing. Reading its state would initialize it.
     has_states = hasattr(devices, "get_rng_state_all") and devices.is_initialized()
     return {
         "torch": torch.get_rng_state(),

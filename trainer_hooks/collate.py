@@ -1,12 +1,12 @@
 """collate_rollouts: makes the padded tensors of a RolloutBatch from finished rollouts.
 
-Used by users' training loops and by AsyncRolloutProducer for its batches. `trainer_hooks.update`,
-`trainer_hooks.metrics.measure`, `trainer_hooks.train` and `trainer_hooks.doctor` read RolloutBatch.
-No public function changes its arguments.
+Used by users' training loops and `trainer_hooks.producer.producer`. RolloutBatch is read by
+`trainer_hooks.update`, `trainer_hooks.metrics.measure`, `trainer_hooks.producer.batches`,
+`trainer_hooks.train.samples` and `trainer_hooks.doctor`. Arguments are not changed.
 
-Shape letters: R rollouts, B rows, T positions of prompt + completion, right padded, L layers with
-experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token sequence of a
-rollout; most rollouts have one.
+Shape letters: R rollouts, B rows, T positions of prompt and completion (padded on the right), L
+layers with experts, K experts of a token, P prompts, G rollouts of a prompt. A row is one token
+sequence of a rollout. Most rollouts have one row.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from rollout.requests.routing import UNKNOWN, first_known
 from rollout.sampling_params import SamplingParams
 from trainer_hooks.rollouts import Rollout, as_rollout, sequence_tokens
 
-# Distribution of the behaviour log-probs. "temperature": softmax of logits / temperature, which a
-# trainer recomputes. "processed": the sampled one, after truncation, biases and penalties.
+# Distribution of the behaviour log-probs. "temperature": softmax of logits / temperature, as a
+# trainer recomputes it. "processed": distribution after truncation, biases and penalties.
 TrainedLogprobs = Literal["temperature", "processed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """CPU tensors of a batch, one row per token sequence; the rows of a rollout are adjacent.
+    """CPU tensors of a batch, one row per token sequence. The rows of a rollout are adjacent.
 
-    Column t belongs to token t. If no rollout has several token sequences (`Rollout`), B = R.
-    `mask_BT`: True on the tokens to train on, which are the generated tokens of all turns of
-    rollouts that did not fail. Prompts and tool output are False. `collate_rollouts` sets
-    log-probs, lags and staleness to 0 where the mask is False.
+    Column t belongs to token t. B equals R if every rollout has one token sequence (see `Rollout`).
+    `mask_BT`: True on the tokens to train on, which are the generated tokens of rollouts that did
+    not fail. False on prompts, tool output and padding. `collate_rollouts` sets log-probs, lags and
+    staleness to 0 where the mask is False.
     `rewards_R`: reward of each rollout, NaN for a failed one.
-    `rollout_index_B`: index of the rollout of each row.
-    `prompt_lengths_B`: number of tokens before the first generated one.
-    `completion_lengths_B`: number of generated tokens, also of failed rollouts, without tool
-    output.
-    `lengths_B`: number of all tokens.
-    `policy_lag_BT`: train_version - version that sampled the token.
-    `kv_lag_BT`: version that sampled the token - mean version of the KV entries it attended to.
-    `kv_staleness_BT`: train_version - version that wrote the token's own KV entry.
-    `is_truncated_B`: True if a limit ended the rollout, such as the length limit of its last turn.
-    `routing_BTLK`: experts that computed each token, for `replay_routing`, from the first turn that
-    recorded them. -1 on padding and on a sequence's last token, which no pass of the engine
-    computed. None if routing was not requested or all rollouts failed before a pass.
+    `rollout_index_B`: index of each row's rollout.
+    `prompt_lengths_B`: number of tokens before the row's first generated token.
+    `completion_lengths_B`: number of the row's generated tokens, without tool output. Tokens of
+    failed rollouts count.
+    `lengths_B`: number of the row's tokens.
+    `policy_lag_BT`: `train_version` minus the version that sampled the token.
+    `kv_lag_BT`: version that sampled the token, minus the mean version of the KV entries it
+    attended to.
+    `kv_staleness_BT`: `train_version` minus the version that wrote the token's own KV entry.
+    `is_truncated_B`: True if a length or turn limit ended the rollout.
+    `routing_BTLK`: experts that computed each token, for `replay_routing`. -1 where no engine pass
+    computed the token, as for padding and the last token of a sequence. None if no routing was
+    recorded or requested.
     """
 
     tokens_BT: torch.Tensor  # int64
@@ -76,7 +77,6 @@ class RolloutBatch:
 
     @property
     def num_rollouts(self) -> int:
-        """Number of rollouts; each has at least one row."""
         return len(self.rewards_R)
 
     @property
@@ -100,13 +100,14 @@ class RolloutBatch:
         return last_R.scatter_reduce(0, self.rollout_index_B, rows_B, "amin")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name. `RolloutBatch(**fields)` makes an equal batch."""
+        """Return the fields by name. `RolloutBatch(**batch.as_dict())` makes an equal batch."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def per_row(self, values_R: torch.Tensor) -> torch.Tensor:
-        """Return the value of each row's rollout, [B]. `values_R`: [R], or [P, G] with P * G = R.
+        """Return each row's value in `values_R`, [B], the value of its rollout.
 
-        Raises ConfigError unless there is one value per rollout.
+        `values_R`: one value per rollout, [R] or [P, G] with P * G = R. Raises ConfigError
+        otherwise.
         """
         if values_R.numel() != self.num_rollouts:
             raise ConfigError(
@@ -121,7 +122,7 @@ class RolloutBatch:
 
     @property
     def rollout_tokens_B(self) -> torch.Tensor:
-        """Number of trained tokens in each row's rollout, over all its rows, int64."""
+        """For each row, the number of trained tokens in all rows of its rollout, int64."""
         return self.per_row(self.per_rollout(self.mask_BT.sum(dim=1)))
 
     def split_rollouts(
@@ -130,7 +131,7 @@ class RolloutBatch:
         """Split the rollouts at random into parts. Returns the row indices of each part.
 
         There are `num_parts` parts, or one per rollout if there are fewer rollouts. Parts differ by
-        at most one rollout, and all rows of a rollout are in one part. Rollouts without a trained
+        at most one rollout. All rows of a rollout are in one part. Rollouts without a trained
         token, or with False in `kept_R`, are left out. Draws from torch's generator.
         """
         is_trained_R = self.per_rollout(self.mask_BT.sum(dim=1)) > 0
@@ -143,15 +144,16 @@ class RolloutBatch:
     def without_truncated(self) -> RolloutBatch:
         """Return the batch with False in `mask_BT` for all tokens of truncated rollouts.
 
-        Their rewards stay and count for the baseline of their group. Source: DAPO, "overlong
-        filtering" (Yu et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's `mask_truncated_completions`.
+        The rewards of truncated rollouts stay and count for the baseline of their group. Source:
+        DAPO, "overlong filtering" (Yu et al. 2025), arXiv 2503.14476, sec. 3.4; TRL's
+        `mask_truncated_completions`.
         """
         return replace(self, mask_BT=self.mask_BT & ~self.is_truncated_B[:, None])
 
     def select(self, rows: torch.Tensor) -> RolloutBatch:
         """Return a batch of the given rows and their rollouts, cut to the longest of these rows.
 
-        `rows`: indices (int64) or a bool mask [B]. Rollouts are numbered anew, in order.
+        `rows`: indices (int64) or a bool mask [B]. Rollouts are numbered from 0 in order.
         """
         lengths_B = self.lengths_B[rows]
         num_positions = int(lengths_B.max()) if len(lengths_B) else 0
@@ -177,20 +179,20 @@ def collate_rollouts(
 ) -> RolloutBatch:
     """Return the batch of `requests` and their `rewards`.
 
-    `requests`: finished requests; a sample of several turns is a Rollout.
+    `requests`: finished requests, or Rollouts for samples of several turns.
     `rewards`: one per request. None or NaN marks a failed rollout, whose tokens are masked out.
-    `train_version`: version of the weights that will be trained, from which lags are counted.
+    `train_version`: version of the weights to train. Lags count from it.
     `temperature`: divisor of the trainer's logits.
     `pad_id`: token id on padding.
-    `logprobs_mode`: required mode of the engine's log-probs. In the mode `temperature` they equal
-    the log-probs that the trainer recomputes, so importance ratios start at 1. In the mode
-    `processed` they are the true probability of each draw: with truncated sampling (top_k, top_p,
-    min_p) ratios start below 1, and the loss needs proximal log-probs. None requires `processed` if
-    a request was sampled in that mode, else `temperature`.
-    `routing`: True adds `routing_BTLK`; the engine needs record_routing=True.
-    Raises ConfigError if there are no requests or not one reward for each. For rollouts that did
-    not fail, it also raises ConfigError if log-probs, prompt tokens or routing are missing, if
-    log-probs have another mode or temperature, and if a token was sampled after `train_version`.
+    `logprobs_mode`: required mode of the engine's log-probs. "temperature" means the log-probs that
+    the trainer recomputes, so importance ratios start at 1. "processed" means the probability with
+    which each token was drawn. With top_k, top_p or min_p, "processed" makes the ratios start below
+    1, and the loss needs proximal log-probs. None requires "processed" if a request was sampled in
+    that mode, else "temperature".
+    `routing`: True adds `routing_BTLK`. The engine needs record_routing=True.
+    Raises ConfigError if there are no requests or not one reward for each. Raises ConfigError if a
+    rollout that did not fail lacks log-probs, prompt tokens or requested routing, if its log-probs
+    have another mode or temperature, or if a token was sampled after `train_version`.
     """
     rollouts = [as_rollout(request) for request in requests]
     rewards_R = _valid_rewards(rollouts, rewards)
@@ -226,9 +228,6 @@ def collate_rollouts(
 def _valid_rewards(
     rollouts: Sequence[Rollout], rewards: Sequence[float | None] | torch.Tensor
 ) -> torch.Tensor:
-    """Return the rewards, [R], NaN for failed rollouts. Raises ConfigError unless there is one
-    reward per rollout.
-    """
     if not rollouts or len(rollouts) != len(rewards):
         raise ConfigError(
             f"{len(rollouts)} requests and {len(rewards)} rewards; there must be one reward per "
@@ -245,7 +244,6 @@ def _valid_rewards(
 def _routing(
     sequences: Sequence[Sequence[DynamicInferenceRequest]], num_positions: int
 ) -> torch.Tensor | None:
-    """Return `routing_BTLK`; None if no turn has routing. Raises ConfigError if shapes differ."""
     rows = [
         first_known([turn.routing_indices for turn in turns], num_positions) for turns in sequences
     ]
@@ -285,7 +283,6 @@ def _num_prompt_tokens(turns: Sequence[DynamicInferenceRequest]) -> int:
 
 
 def _untrained_row(turns: Sequence[DynamicInferenceRequest]) -> dict[str, torch.Tensor]:
-    """Return the columns of one token sequence by field name. The mask is False everywhere."""
     tokens_T = sequence_tokens(turns)
     num_tokens = len(tokens_T)
     return {
@@ -305,7 +302,6 @@ def _mark_turn(
     request: DynamicInferenceRequest,
     train_version: int,
 ) -> None:
-    """Write the mask, log-probs and lags of the tokens that `request` generated into `row`."""
     if not len(request.prompt_tokens):
         raise ConfigError(
             f"request {request.request_id} has no prompt tokens, and its log-probs would be "
@@ -331,10 +327,9 @@ def check_logprobs_match(
 ) -> None:
     """Raise ConfigError unless sampling with `params` gives the log-probs that the trainer needs.
 
-    The sampling must return log-probs at `temperature`, the divisor of the trainer's logits. With
-    truncation, biases or penalties, its mode must be `logprobs_mode`. Without them the modes
-    `temperature` and `processed` are equal, as is `raw` at temperature 1. The error names the mode
-    and temperature of both sides.
+    The sampling must return log-probs at `temperature`, the divisor of the trainer's logits.
+    Sampling with truncation, biases or penalties must have the mode `logprobs_mode`. Other sampling
+    may have the mode "temperature" or "processed", or "raw" at temperature 1.
     """
     if logprobs_mode not in get_args(TrainedLogprobs):
         known = ", ".join(map(repr, get_args(TrainedLogprobs)))
@@ -364,7 +359,7 @@ def check_logprobs_match(
 def logprobs_mode_of(params: SamplingParams, temperature: float) -> TrainedLogprobs:
     """Return the mode that `collate_rollouts` must require of rollouts sampled with `params`.
 
-    Raises ConfigError if a trainer at `temperature` cannot use their log-probs.
+    Raises ConfigError if a trainer at `temperature` cannot use the log-probs of these rollouts.
     """
     mode: TrainedLogprobs = "processed" if params.logprobs_mode == "processed" else "temperature"
     check_logprobs_match(params, temperature, mode)
@@ -372,7 +367,7 @@ def logprobs_mode_of(params: SamplingParams, temperature: float) -> TrainedLogpr
 
 
 def reshaping_text(params: SamplingParams) -> str:
-    """Return the active settings of truncation, biases and penalties as text; "" without any."""
+    """Return the active settings of truncation, biases and penalties as text, or ""."""
     settings = {
         "top_k": params.top_k > 0,
         "top_p": 0.0 < params.top_p < 1.0,
@@ -392,7 +387,6 @@ def _reward_or_nan(reward: float | None) -> float:
 
 
 def _behaviour_logprobs(request: DynamicInferenceRequest) -> torch.Tensor:
-    """Return the generated tokens' log-probs, float32. Raises ConfigError if one is missing."""
     logprobs = request.generated_log_probs
     if logprobs is None or len(logprobs) != len(request.generated_tokens):
         raise ConfigError(

@@ -1,8 +1,8 @@
 """evaluate: measures the mean reward of the current weights on a set of prompts.
 
-Used by users' training loops, `trainer_hooks.train.task` and `trainer_hooks.train.warm_up`, also
-while a producer works. It submits requests to the engines and calls the reward function. It changes
-no weights and writes no files.
+Used by users' training loops, `trainer_hooks.train.task` and `trainer_hooks.train.warm_up`.
+`evaluate` submits requests to the engines and calls the reward function. It changes no weights and
+writes no files.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Scored:
-    """The samples of one prompt, with a reward and, if there is an `answer_fn`, an answer each."""
-
     item: PromptItem
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
@@ -72,25 +70,27 @@ async def evaluate(
 ) -> dict[str, float]:
     """Sample and score each prompt `n` times. Returns metrics named `<prefix>/<metric>`.
 
-    It may run while a producer works and weights are updated: its requests share the engines and
-    continue after pauses. `version_min` and `version_max` are the lowest and highest version that
-    sampled a token, -1 if nothing was sampled.
-    `reward`: mean over all samples that did not fail. `reward_best_of_n`: mean over prompts of the
-    best sample. `rewards/<term>`: mean of a term of WeightedRewards.
+    The call is allowed while a producer works and weights are updated. Its requests share the
+    engines and continue after pauses.
+    The metric `reward` is the mean over all samples that did not fail. `reward_best_of_n` is the
+    mean over prompts of their best sample's reward. `rewards/<term>` is the mean of a term of
+    WeightedRewards. `version_min` and `version_max` are the lowest and highest version that sampled
+    a token, -1 if nothing was sampled. Rows with the column `data_source`, as verl has them, also
+    give metrics of each source, named `<prefix>/<source>/<metric>`, except the versions and
+    `seconds`.
     `reward_fn`, `rollout_fn`: as for AsyncRolloutProducer.
     `sampling_params`: with a seed, each prompt gets its own seed derived from it.
-    `tokenizer`: decodes completions for `reward_fn`; None takes the tokenizer of `llm`, if any.
+    `tokenizer`: decodes completions for `reward_fn`. None selects the tokenizer of `llm`, if any.
     `max_concurrent`: number of prompts that are sampled at a time.
     `pass_at`: values of k. `pass@k` is the mean chance that one of k samples of a prompt has a
     reward of at least `success_reward`.
     `answer_fn`: returns the answer in a completion, or None. `maj@<n>` is the mean reward of the
     most frequent answer of each prompt.
     `on_finished`: called at the end of each sample.
-    Rows with the column `data_source`, as verl has them, also give the metrics of each source, as
-    `<prefix>/<source>/<metric>`, without the versions and `seconds`.
     Raises ConfigError for prompts that PromptLedger refuses, for `n` or `max_concurrent` below 1
     and for a k that is not from 1 to `n`. Raises RewardFunctionError for a reward function that has
-    never succeeded, and TimeoutError after `timeout_s` seconds; then all requests are aborted.
+    never succeeded. Raises TimeoutError after `timeout_s` seconds. After an error all requests are
+    aborted.
     """
     loop = asyncio.get_running_loop()
     _check_counts(n, max_concurrent, pass_at)
@@ -109,7 +109,7 @@ async def evaluate(
     tasks = [asyncio.ensure_future(score(i, item)) for i, item in enumerate(items)]
     try:
         scored = await asyncio.wait_for(asyncio.gather(*tasks), timeout_s)
-    except asyncio.TimeoutError as error:  # before Python 3.11 not the builtin one
+    except asyncio.TimeoutError as error:  # not the builtin TimeoutError before Python 3.11
         raise TimeoutError(str(error) or f"no end within timeout_s={timeout_s}") from error
     finally:
         for task in tasks:
@@ -123,16 +123,11 @@ async def evaluate(
 
 
 def _seed_of(params: SamplingParams, rollout_fn: RolloutFunction | None) -> int | None:
-    """Return the seed from which each prompt's seed derives, or None to let the engine choose.
-
-    A RolloutLLM derives the seeds of its turns from the prompt's seed. So with a `rollout_fn` and
-    no seed in `params`, this returns a random one.
-    """
+    # A RolloutLLM derives the seeds of its turns from the prompt's seed, so it needs one.
     return system_seed() if params.seed is None and rollout_fn is not None else params.seed
 
 
 def _params_of_prompt(params: SamplingParams, seed: int | None, index: int) -> SamplingParams:
-    """Return `params` with the seed of prompt `index`, unless `seed` is None."""
     return params if seed is None else replace(params, seed=mix_seed(seed, index))
 
 
@@ -144,7 +139,6 @@ def _check_counts(n: int, max_concurrent: int, pass_at: Sequence[int]) -> None:
 
 
 def _items(prompts: PromptRows | Iterable[Any]) -> list[PromptItem]:
-    """Return all rows, as PromptLedger reads them, in order."""
     ledger, items = PromptLedger(prompts, shuffle=False, num_epochs=1), []
     while (ticket := ledger.issue()) is not None:
         items.append(ledger.item(ticket))
@@ -166,7 +160,6 @@ async def _rewards_or_nan(
 def _metrics_by_source(
     scored: Sequence[_Scored], pass_at: Sequence[int], success_reward: float
 ) -> dict[str, float]:
-    """Return the metrics of all prompts, and of each source's prompts as `<source>/<metric>`."""
     metrics = _metrics(scored, pass_at, success_reward)
     sources = [each.item.columns.get("data_source") for each in scored]
     for source in dict.fromkeys(sources):
@@ -215,7 +208,7 @@ def _versions(scored: Sequence[_Scored]) -> dict[str, float]:
 
 
 def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
-    """Return 1 - C(n - c, k) / C(n, k) for c successes in n samples. NaN is no success.
+    """Return 1 - C(n - c, k) / C(n, k) for c successes in n samples. A NaN reward is no success.
 
     Source: Chen et al. 2021 (Codex), arXiv 2107.03374, eq. 1.
     """
@@ -224,10 +217,10 @@ def _pass_at(rewards: Sequence[float], k: int, success_reward: float) -> float:
 
 
 def _majority_reward(scored: _Scored) -> float:
-    """Return the mean reward of the samples with the most frequent answer, without failed ones.
+    """Return the mean reward of the samples with the most frequent answer, without failed samples.
 
-    Returns 0 if no sample has an answer or all of these samples failed. Of equally frequent answers
-    the first counts.
+    Returns 0 if no sample has an answer or all samples with that answer failed. The first of
+    equally frequent answers counts.
     Source: self-consistency (Wang et al. 2023), arXiv 2203.11171, sec. 2.
     """
     assert scored.answers is not None

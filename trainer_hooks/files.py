@@ -1,8 +1,8 @@
 """Replacement of files and directories that a kill cannot leave half written.
 
-Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.train.run_files`
-and `trainer_hooks.doctor.command`. A file is always the old or the new one. A directory may be
-absent after a kill, until `restore_directory`.
+Used by `trainer_hooks.checkpoint`, `trainer_hooks.metrics.jsonl`, `trainer_hooks.doctor.command`
+and by `plots`, `report` and `run_files` of `trainer_hooks.train`. After a kill a directory can be
+absent until `restore_directory` is called.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace `path` by the file that `write` writes, and make the parent directories.
+    """Replace `path` by the file that `write` writes. Makes missing parent directories.
 
-    `write` gets a path beside `path`. The file is flushed to the disk and then renamed.
+    `write`: called with a temporary path in the same directory, which is then renamed to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")
@@ -31,7 +31,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_directory(staging: Path, target: Path) -> None:
-    """Replace the directory `target` by `staging`. Renames `target` first, then `staging`."""
+    """Rename `staging` to `target`, and delete the old `target`."""
     for path in staging.rglob("*"):
         if path.is_file():
             _flush_to_disk(path)
@@ -44,7 +44,7 @@ def replace_directory(staging: Path, target: Path) -> None:
 
 
 def restore_directory(target: Path) -> None:
-    """Rename the old `target` back if a kill left no new one, else delete what is left of it."""
+    """Keep the new `target` after an interrupted `replace_directory`, or restore the old one."""
     outdated = _outdated(target)
     if outdated.exists() and not target.exists():
         os.replace(outdated, target)
@@ -52,7 +52,6 @@ def restore_directory(target: Path) -> None:
 
 
 def _outdated(target: Path) -> Path:
-    """Return the path to which `replace_directory` renames the old directory."""
     return target.with_name(f".{target.name}.old")
 
 

@@ -1,8 +1,9 @@
 """generation_phase: runs the engine within a block of a training step and suspends it afterwards.
 
 Used by training loops that share their device with the engine (colocated training), by
-`trainer_hooks.train.main`, `trainer_hooks.train.warm_up` and `TRLRollouts`. It pauses, suspends,
-resumes and unpauses the LLM, and pushes weights. `TimeAccount` reads its `PhaseTimings`.
+`trainer_hooks.train.main`, `trainer_hooks.train.warm_up` and `trainer_hooks.trl_rollouts`.
+`trainer_hooks.metrics.time_account` reads PhaseTimings. A phase pauses, suspends, resumes and
+unpauses the LLM, and pushes weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _RESUMES = "resume_weights", "resume"
 
 
 class Suspendable(Protocol):
-    """The control methods of an LLM that a phase calls. Those of AsyncLLM return awaitables."""
+    """The control methods of an LLM that a phase calls. AsyncLLM's methods return awaitables."""
 
     @property
     def state(self) -> EngineState:
@@ -49,7 +50,8 @@ class Suspendable(Protocol):
     def resume(self, only: str | None = None) -> Any:
         """Restore memory: SUSPENDED -> PAUSED. Returns a ResumeReport.
 
-        With `only`, restore this resource alone and stay SUSPENDED while others are released.
+        `only`: name of the single resource to restore. The engine stays SUSPENDED while other
+        resources are released.
         """
         ...
 
@@ -64,30 +66,30 @@ class PushesWeights(Protocol):
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Push the weights to the engine and commit them as `version`, None for the next one."""
+        """Push the weights and commit them as `version`, or as the next version if it is None."""
         ...
 
     async def apush(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Push as `push` does, from a coroutine."""
+        """Push the weights as `push` does, from a coroutine."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimings:
-    """Seconds of each part of a phase; 0 for a part that was not needed."""
+    """Seconds of each part of a phase. A part that was not needed has 0."""
 
-    update_s: float  # the push
-    resume_s: float  # with the unpause
+    update_s: float  # push of the weights
+    resume_s: float  # resumes and the unpause
     generate_s: float  # the block
-    suspend_s: float  # with every pause, also the one before the push
+    suspend_s: float  # the suspend and all pauses, including a pause before the push
 
 
 class GenerationPhase:
     """A context manager that runs the engine in its block and suspends it afterwards.
 
-    Made by `generation_phase`. After the block, `timings()` and the reports give its cost.
+    `timings()` and the reports are complete after the block.
     """
 
     def __init__(
@@ -134,21 +136,21 @@ class GenerationPhase:
 
     @property
     def update_report(self) -> WeightUpdateReport | None:
-        """Report of the push; None if nothing was pushed."""
+        """Report of the push, or None if nothing was pushed."""
         return self._reports.get("update")
 
     @property
     def resume_report(self) -> ResumeReport | None:
-        """Report of the resume; None if the engine was not suspended.
+        """Report of the resume, or None if the engine was not suspended.
 
-        If the weights were resumed before the rest, it is the sum of both reports.
+        If the weights were resumed before other resources, this is the sum of the two reports.
         """
         reports = [self._reports[name] for name in _RESUMES if name in self._reports]
         return _sum_of(reports) if reports else None
 
     @property
     def suspend_report(self) -> SuspendReport | None:
-        """Report of the suspend; None before it, and after a block that stopped the engine."""
+        """Report of the suspend, or None before the suspend or if the block stopped the engine."""
         return self._reports.get("suspend")
 
     def __enter__(self) -> GenerationPhase:
@@ -183,7 +185,6 @@ class GenerationPhase:
         await self._arun(self._exit_calls())
 
     def _entry_calls(self, *, asynchronous: bool) -> Iterator[_NamedCall]:
-        """Yield the calls that bring the engine to RUNNING with the new weights."""
         if self._push is not None:
             weight_sync, named_parameters = self._push
             if self._llm.state is EngineState.RUNNING:
@@ -199,14 +200,12 @@ class GenerationPhase:
             yield "unpause", self._llm.unpause
 
     def _exit_calls(self) -> Iterator[_NamedCall]:
-        """Yield the calls that suspend the engine; none if it is suspended or stopped."""
         if self._llm.state is EngineState.RUNNING:
             yield "pause", self._llm.pause
         if self._llm.state is EngineState.PAUSED:
             yield "suspend", self._suspend
 
     def _undo_calls(self) -> Iterator[_NamedCall]:
-        """Yield the calls that suspend the engine again, with its weights, after a failed entry."""
         if self._llm.state is EngineState.SUSPENDED and "resume_weights" in self._reports:
             yield "suspend", self._suspend
         yield from self._exit_calls()
@@ -231,7 +230,6 @@ class GenerationPhase:
 
 
 def _sum_of(reports: Sequence[ResumeReport]) -> ResumeReport:
-    """Return one report of successive resumes: their sums, with the mode of the last."""
     owners = sorted({owner for report in reports for owner in report.restored_by_owner})
     return ResumeReport(
         mode=reports[-1].mode,
@@ -257,25 +255,26 @@ def generation_phase(
 ) -> GenerationPhase:
     """Return a context manager that runs the engine in a `with` or `async with` block.
 
-    The engine may be running, paused or suspended before. On entry the weights, if given, are
-    pushed while the engine is paused or suspended; then it is resumed and unpaused. On exit, also
-    after an exception in the block or a refused push, it is paused and suspended. Unfinished
-    requests stay in the engine and continue in the next phase with the new weights.
-    `weight_sync`, `named_parameters`: pusher of the weights, and the weights to push; None for a
-    phase without new weights.
-    `version`: version of the pushed weights; None for the engine's next version.
-    `mode`: KVCacheManagementMode of the suspend; None takes the mode of the engine's config.
+    The engine may be running, paused or suspended before. Entry pushes the weights, if given, while
+    the engine is paused or suspended. Entry then resumes and unpauses the engine. Exit pauses and
+    suspends it, also after an exception in the block or a refused push. Unfinished requests stay in
+    the engine and continue in the next phase with the new weights.
+    `weight_sync`, `named_parameters`: pusher of the weights, and the weights to push. Without new
+    weights both are None.
+    `version`: version of the pushed weights. None means the engine's next version.
+    `mode`: KVCacheManagementMode of the suspend. None means the mode of the engine's config.
     `release`: resources that the suspend releases, "kv_cache" and "weights". Entry restores
-    released weights before the push and the rest after it.
-    `discard_weights`: keep no copy of released weights. Before the engine runs again, the trainer
-    must push all weights: a push then writes them in place, without memory for a second copy.
+    released weights before the push and the KV cache after it.
+    `discard_weights`: keep no copy of released weights. The next phase must then push all weights.
+    The push writes them in place, without memory for a second copy.
 
         with generation_phase(llm, WeightSync(llm), policy):
             groups = llm.collect(num_groups=64)
 
-    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, if `version` is
-    given without them, for an unknown mode or resource, for `discard_weights` without "weights" in
-    `release`, and on entry for a plain `with` of an asynchronous LLM.
+    Raises ConfigError if only one of `weight_sync` and `named_parameters` is given, or `version`
+    without them. Raises ConfigError for an unknown mode or resource, and for `discard_weights`
+    without "weights" in `release`. Entry by a plain `with` raises ConfigError for an asynchronous
+    LLM.
     """
     return GenerationPhase(
         llm, weight_sync, named_parameters, version, mode, release, discard_weights

@@ -1,8 +1,8 @@
-"""load_pretrained: loads a model or tokenizer from a Hugging Face checkpoint named in a setting.
+"""load_pretrained: loads a model or tokenizer from the checkpoint that a setting names.
 
 Used by `trainer_hooks.train.task`, `trainer_hooks.train.adapter`, `trainer_hooks.doctor.command`
-and `RewardModel`. Writes only to caches: transformers may download a model, and the first use of
-"smollm2" converts it.
+and `trainer_hooks.rewards.reward_model`. transformers may download a model into its cache, and the
+first use of "smollm2" writes a converted copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rollout.models.checkpoints.smollm2 import model_directory
 def load_pretrained(kind: Any, setting: str, path: str, **options: Any) -> Any:
     """Return `kind.from_pretrained(path, **options)`.
 
-    `kind`: an Auto class of transformers, or a class with its `from_pretrained`.
-    `setting`: name of the setting that gave `path`, for the error.
+    `kind`: an Auto class of transformers, or another class with `from_pretrained`.
+    `setting`: name of the setting that gave `path`, for the error message.
     `path`: a directory, a name on the Hugging Face Hub, or "smollm2" (see `model_directory`).
     Raises ConfigError if `kind` cannot load `path`.
     """

@@ -1,8 +1,8 @@
-"""Rollout: one sample of a prompt, of one or several turns, with its tokens and its reward.
+"""Rollout: one sample of a prompt, with the tokens of its turns and its reward.
 
 Used by users' rollout functions, `trainer_hooks.environments`, `trainer_hooks.producer`,
-`trainer_hooks.doctor`, `score_rollouts`, `evaluate` and `collate_rollouts`. It never changes after
-construction.
+`trainer_hooks.rewards.scoring`, `trainer_hooks.collate`, `trainer_hooks.evaluation` and
+`trainer_hooks.doctor`. A Rollout never changes after construction.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from rollout.requests import DynamicInferenceRequest
 class Rollout:
     """The requests of one sample, one per turn in order, and the results of its environment.
 
-    The prompt of each turn is all tokens of the previous turn, as sampled, plus the text that a
-    tool or user added. The rollout is then one token sequence, the one of its last turn. A turn
-    whose prompt does not extend the previous turn (chat templates drop earlier thinking) starts
-    another token sequence. In the sequence of its turn, every generated token stands at the
-    position where it was sampled.
-    `sequence_starts`: indices of the turns that start a token sequence, 0 first.
-    `reward`: the rollout's own reward. None leaves the reward to the reward function; a number is
-    added to the function's result; NaN marks a failed rollout.
+    A turn usually continues the previous turn: its prompt is all tokens of the previous turn, as
+    sampled, plus the text that a tool or user added. Such turns form one token sequence. A turn
+    whose prompt does not begin with the previous turn's tokens starts another token sequence. For
+    example, some chat templates drop earlier thinking.
+    `sequence_starts`: indices of the turns that start a token sequence. The first is 0.
+    `reward`: the rollout's own reward. None leaves the reward to the reward function. A number is
+    added to that function's result. NaN marks a failed rollout.
     `reward_terms`: named parts of the reward, for metrics.
     `state`: JSON-able notes for people, written to completions.jsonl.
-    `columns`: columns for the reward function; they override the prompt's columns of the same name.
+    `columns`: columns for the reward function. They override prompt columns of the same name.
     `failure`: kind of fault that ended the rollout, such as "step_timeout". The rollout then counts
     as failed and may have no turns.
     `is_truncated`: True if a limit ended the rollout between two turns.
+    Raises ConfigError for a rollout with neither requests nor a failure, for `sequence_starts` that
+    are not ascending turn indices, and for a prompt that does not extend the previous turn.
     """
 
     requests: Sequence[DynamicInferenceRequest]
@@ -49,9 +50,6 @@ class Rollout:
     is_truncated: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a rollout with neither turns nor a failure, for starts that are not
-        turns in order, and for a prompt that does not extend the previous turn.
-        """
         if not self.requests and self.failure is None:
             raise ConfigError("a rollout needs at least one request")
         starts = list(self.sequence_starts)
@@ -76,7 +74,7 @@ class Rollout:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens before the first generated one."""
+        """Number of tokens before the first generated token."""
         return len(self.requests[0].prompt_tokens) if self.requests else 0
 
     @property
@@ -91,9 +89,7 @@ class Rollout:
 
     @property
     def completion_ids(self) -> list[int]:
-        """All tokens after the first prompt, with tool output. Of each further token sequence, only
-        those after its first turn's prompt.
-        """
+        """All tokens after the prompt of each token sequence's first turn, with tool output."""
         ids = []
         for turns in self.sequences:
             start = len(turns[0].prompt_tokens) if turns else 0
@@ -112,35 +108,32 @@ class Rollout:
 
     @property
     def policy_versions(self) -> torch.Tensor:
-        """The version that sampled each generated token, int32, in the order of generated_ids."""
+        """The version that sampled each generated token, int32, in the order of `generated_ids`."""
         versions = [turn.policy_versions for turn in self.requests]
         return torch.cat(versions) if versions else torch.zeros(0, dtype=torch.int32)
 
     @property
     def finish_reason(self) -> str | None:
-        """The last turn's finish reason, or "length" if `is_truncated`; None without a turn."""
+        """The last turn's finish reason, or "length" if `is_truncated`. None without a turn."""
         if self.is_truncated:
             return "length"
         return self.requests[-1].finish_reason if self.requests else None
 
     @property
     def error(self) -> str | None:
-        """Why the rollout failed: its `failure`, or the error of its first failed request.
-
-        None if it did not fail.
-        """
+        """The `failure`, or the error of the first failed request, or None without a failure."""
         if self.failure is not None:
             return self.failure
         failed = (request for request in self.requests if request.failed())
         return next((repr(request.last_error) for request in failed), None)
 
     def succeeded(self) -> bool:
-        """Return whether neither a turn nor the environment failed."""
+        """Return True if neither a turn nor the environment failed."""
         return self.failure is None and all(turn.succeeded() for turn in self.requests)
 
 
 def sequence_tokens(turns: Sequence[DynamicInferenceRequest]) -> torch.Tensor:
-    """Return the tokens of one token sequence, int64: prompt and output of its last turn."""
+    """Return the prompt and the generated tokens of a sequence's last turn, int64."""
     if not turns:
         return torch.zeros(0, dtype=torch.int64)
     generated = torch.tensor(turns[-1].generated_tokens, dtype=torch.int64)
@@ -157,7 +150,6 @@ def _tokens_of(request: DynamicInferenceRequest) -> list[int]:
 
 
 def _difference(turn: int, earlier: Sequence[int], prompt: Sequence[int]) -> str:
-    """Return the error message for a prompt that does not extend the previous turn."""
     remedy = (
         "append to the token ids of the previous turn, without decoding and encoding them again, "
         "or list the turn in sequence_starts"

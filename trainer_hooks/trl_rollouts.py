@@ -1,8 +1,8 @@
 """TRLRollouts: lets TRL's GRPOTrainer generate with an LLM of this package.
 
-Used by users' TRL scripts as `rollout_func`, and by examples/train_trl.py and
-`benchmarks.trl_step`. It pushes the trainer's weights into the LLM, submits requests, and resumes
-and suspends the LLM around them. The trainer corrects its loss by the LLM's log-probs.
+Used by users' TRL scripts, examples/train_trl.py and `benchmarks.trl_step`. TRLRollouts pushes the
+trainer's weights into the LLM, submits requests, resumes the LLM before them and suspends it
+afterwards.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from trainer_hooks.weight_sync import WeightSync
 
 
 class TRLRollouts:
-    """The `rollout_func` of a trl.GRPOTrainer (TRL 1.x):
+    """The `rollout_func` of a trl.GRPOTrainer (TRL 1.x).
 
         rollouts = TRLRollouts(llm)
         trainer = GRPOTrainer(..., rollout_func=rollouts)
         rollouts.attach(trainer)
 
-    The trainer's weights are pushed once per training step, at the first generation in it. Between
-    two generations the engine is suspended and its KV memory released. An attached trainer treats
-    this object as its vLLM: `vllm_importance_sampling_correction` and the `sampling/*` metrics then
+    The trainer's weights are pushed at the first generation of each training step. Between two
+    generations the engine is suspended and its KV memory released. An attached trainer treats this
+    object as its vLLM engine, so `vllm_importance_sampling_correction` and the `sampling/*` metrics
     compare the trainer's log-probs with the engine's.
 
-    Seeds derive from the engine's `seed`, the trainer's process index and its step. So processes
-    with equal engine seeds draw different samples, and a resumed trainer does not repeat the seeds
-    of the steps before.
+    Seeds derive from the engine's `seed`, the trainer's process index and its step. Processes with
+    equal engine seeds therefore draw different samples. A resumed trainer does not repeat the seeds
+    of earlier steps.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -46,7 +46,8 @@ class TRLRollouts:
         self._latest_call = (-1, -1)  # the trainer's step, and the index of the call in that step
 
     def attach(self, trainer: Any) -> None:
-        """Make `trainer` report new weights and use the engine's log-probs. Call before training.
+        """Make `trainer` report new weights and use the engine's log-probs. Call this before
+        training.
 
         Sets the trainer's `use_vllm`, `vllm_generation` and `_last_loaded_step`.
         Raises ConfigError for settings of the trainer that this engine cannot follow.
@@ -56,16 +57,16 @@ class TRLRollouts:
         trainer._last_loaded_step = -1
 
     def sync_weights(self) -> None:
-        """Mark the weights as changed; the next generation pushes them. Called by the trainer."""
+        """Mark the weights as changed. The next generation pushes them. The trainer calls this."""
         self._are_weights_old = True
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
         """Generate one completion for each of `prompts`, which are texts or lists of chat messages.
 
         Returns `prompt_ids`, `completion_ids` and `logprobs`, each with one list per prompt.
-        Adjacent equal prompts are one group and share their prompt's KV. Raises RolloutError if a
-        request fails, and ConfigError for settings of the trainer that this engine cannot follow
-        (tables in `trl_settings`) and for prompts with images, video or sound.
+        Adjacent equal prompts form one group and share the KV cache of their prompt. Raises
+        RolloutError if a request fails. Raises ConfigError for settings of the trainer that this
+        engine cannot follow (see `trl_settings`), and for prompts with images, video or sound.
         """
         check_trainer(trainer)
         groups = [(prompt, len(list(same))) for prompt, same in groupby(prompts)]
@@ -88,7 +89,6 @@ class TRLRollouts:
         return _as_output(requests)
 
     def _next_seed(self, trainer: Any) -> int:
-        """Return the seed of this call, and count the call."""
         step = int(trainer.state.global_step)
         latest_step, num_calls = self._latest_call
         self._latest_call = (step, num_calls + 1 if step == latest_step else 0)
@@ -96,7 +96,6 @@ class TRLRollouts:
 
 
 def _token_ids(prompt: Any, trainer: Any) -> list[int]:
-    """Return the token ids of a prompt, as the trainer itself tokenizes its prompts."""
     tokenizer = trainer.processing_class
     if isinstance(prompt, str):
         return list(tokenizer(text=prompt)["input_ids"])
@@ -124,7 +123,6 @@ def _is_text(message: Any) -> bool:
 
 
 def _as_output(requests: Sequence[DynamicInferenceRequest]) -> dict[str, list[list[Any]]]:
-    """Return the result of `__call__`. Raises RolloutError for a failed request."""
     for request in requests:
         if not request.succeeded():
             raise RolloutError(

@@ -1,7 +1,7 @@
-"""Translates the settings of a TRL GRPOTrainer to SamplingParams, and refuses the others.
+"""Translates the settings of a TRL GRPOTrainer to SamplingParams, and refuses unsupported ones.
 
-Used by `TRLRollouts`. The tables name every field of GRPOConfig in TRL 1.16 and every setting of
-`generation_kwargs` as used, refused or without effect.
+Used by `trainer_hooks.trl_rollouts`. The tables cover every field of GRPOConfig in TRL 1.16 and
+every setting of `generation_kwargs`. Each one is used, refused or without effect.
 """
 
 from __future__ import annotations
@@ -186,10 +186,10 @@ _GENERATION_REMEDIES: Mapping[str, str] = {
 def sampling_params_of(trainer: Any) -> SamplingParams:
     """Return the SamplingParams that the settings of a GRPOTrainer request.
 
-    They request the log-probs of the sampled distribution (mode `processed`). The trainer computes
-    the policy's log-probs itself, clips around them, and weighs tokens by the ratio of the two.
+    The engine returns the log-probs of the sampled distribution (mode "processed"). The trainer
+    computes the policy's log-probs itself, and weighs tokens by the ratio of both.
     Completions end at the end tokens of the engine and of the trainer's tokenizer and model, unless
-    `generation_kwargs` set others. As in TRL, `generation_kwargs` override fields of the same
+    `generation_kwargs` sets others. As in TRL, `generation_kwargs` overrides fields of the same
     meaning. Raises ConfigError for settings of `generation_kwargs` that an engine cannot follow.
     """
     given: dict[str, Any] = {
@@ -218,8 +218,8 @@ def sampling_params_of(trainer: Any) -> SamplingParams:
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError for a GRPOTrainer that TRLRollouts cannot serve.
 
-    Refused are the values that REFUSED does not allow, tools, environments and vision-language
-    models. Logs a warning for fields that are not in the tables, if they differ from their default.
+    TRLRollouts refuses settings by the table REFUSED, tools, environments and vision-language
+    models. A warning is logged for fields that no table names and that differ from their default.
     """
     args = trainer.args
     for name, refused in REFUSED.items():
@@ -243,9 +243,9 @@ def check_trainer(trainer: Any) -> None:
 def _end_token_fields(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Remove the end-token settings from `given` and return them as fields of SamplingParams.
 
-    The stop tokens are the trainer's `eos_token_ids`, by which it recognises complete completions,
-    and the `stop_token_ids` given. `ignore_eos` leaves the former out. As in transformers, a given
-    `eos_token_id` replaces the end tokens of the trainer and of the engine.
+    A given `eos_token_id` replaces the end tokens of the trainer and of the engine, as in
+    transformers. Otherwise completions end at the trainer's `eos_token_ids`, unless `ignore_eos` is
+    set. A given `stop_token_ids` is always added.
     """
     more = list(given.pop("stop_token_ids", None) or ())
     eos, ignores = given.pop("eos_token_id", None), given.pop("ignore_eos", None)

@@ -107,7 +107,9 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
         launcher, model = launcher or LocalLauncher(), model_directory(model)
         host, options = coordinator_host or launcher.host, coordinator_options or {}
         reached_at = partial(own_host, host, options.get("advertise_host"))
-        push = WeightPush(weight_transport, config.reject_non_finite_weights, reached_at)
+        push = WeightPush(
+            weight_transport, config.reject_non_finite_weights, reached_at, config.engine
+        )
         self._set_up(tokenizer_of(model, tokenizer), config.seed, weights_version, push)
         self.model_directory = str(model) if isinstance(model, str | Path) else None
         for_coordinator = coordinator_arguments(

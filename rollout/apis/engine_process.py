@@ -62,7 +62,7 @@ def run_engine(
         block_size_tokens=engine.block_size_tokens,
         max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
         settings=engine.shared_settings,
-        fetch=WeightFetcher(),
+        fetch=WeightFetcher(engine.weight_fetchers),
     )
     with Link(address, handshake=agent.registration, status=agent.status, curve=curve) as link:
         link.wait_registered(register_timeout_s)

@@ -13,14 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from rollout.config import OWN_ENGINE, InferenceConfig
+from rollout.config import ENGINE_PACKAGES, OWN_ENGINE, InferenceConfig
 from rollout.engine.build import DynamicInferenceEngine
 from rollout.engine.engine import Engine
 from rollout.errors import ConfigError
 from rollout.keyword_hints import remedy_of_unknown
 from rollout.text import Tokenizer
-
-ENTRY_POINTS = "rollout.engines"
 
 
 def make_engine(
@@ -37,7 +35,7 @@ def make_engine(
     """
     if config.engine == OWN_ENGINE:
         return DynamicInferenceEngine.from_model(model, config, tokenizer, weights_version)
-    points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    points = {point.name: point for point in entry_points(group=ENGINE_PACKAGES)}
     if config.engine not in points:
         known = sorted({OWN_ENGINE, *points})
         otherwise = f"use one of: {', '.join(known)}"

@@ -33,10 +33,11 @@ class WeightPush:
         transport: str | WeightTransport | None,
         reject_non_finite: bool,
         own_host: Callable[[], str],
+        engine: str | None = None,
     ) -> None:
         """Create the transport. The arguments and errors are those of `transport_of`."""
         self._transport_of = partial(
-            transport_of, reject_non_finite=reject_non_finite, own_host=own_host
+            transport_of, reject_non_finite=reject_non_finite, own_host=own_host, engine=engine
         )
         self._transport = self._transport_of(transport)
         self._superseded: list[WeightTransport] = []  # engines may still fetch from them
@@ -62,7 +63,9 @@ class WeightPush:
         `check` is awaited after earlier updates have ended. If it raises, nothing is published.
         After a successful `update` the weights are committed, so that engines that join later can
         fetch them. If `update` raises, the former weights are restored on the transport, and its
-        error is raised. Returns the report of `update`, with the seconds of the whole push.
+        error is raised. If only sending fails, the weights are committed, and the error of sending
+        is raised: engines that lack them wait for the next push. Returns the report of `update`,
+        with the seconds of the whole push.
         """
         async with self._lock:
             await check()
@@ -78,9 +81,11 @@ class WeightPush:
                 if fault is not None:
                     raise error from fault
                 raise
-            await sending  # the engines have received everything
+            fault = await sending
             # In a thread: returning gigabytes to the system would block streams.
             await asyncio.to_thread(self._commit, transport, source)
+            if fault is not None:  # engines that receive weights in their commit lack them
+                raise fault
             return replace(report, seconds=time.perf_counter() - start)
 
     def _commit(self, transport: WeightTransport, source: WeightsSource) -> None:

@@ -46,8 +46,8 @@ def num_usable_cpus(root: Path = _ROOT) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups and their parents, of v2 and of v1's
-    `controller`. Some of the folders do not exist."""
+    """Yield the folders of this process's v2 cgroup, its v1 `controller` cgroup, and their parents.
+    Some of the folders do not exist."""
     # In a container /proc may show the host's path. Then only the mount's root exists, which is the
     # container's own cgroup.
     for line in _text(root / "proc/self/cgroup").splitlines():

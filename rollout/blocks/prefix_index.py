@@ -97,7 +97,7 @@ class PrefixIndex:
     """Finds a block by the key of its contents.
 
     A block enters the index only after its predecessor in the same table. So each user of a block
-    also uses its predecessors, and releases them after it. The longest unused block therefore has
+    also uses its predecessors, and releases them after it. The block unused longest therefore has
     no successor in the index, and eviction in this order evicts leaves first. All operations except
     `entries` take the same time for every size of the index.
 
@@ -155,8 +155,8 @@ class PrefixIndex:
 
         `predecessor` is the block before `block` in the table; None for the first block. If the
         predecessor is not in the index or not current, nothing is changed. If another block has the
-        key, nothing is changed either, with one exception. If that block has no user, and is not
-        current or has a prefix with KV older than `oldest_version`, it loses the key to `block`.
+        key, `block` takes it over only if the other block has no user and `find` would not return
+        it for `oldest_version`.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -203,8 +203,7 @@ class PrefixIndex:
         return False
 
     def evict_oldest(self) -> int:
-        """Remove the longest unused block from the index and return it. There must be an unused
-        block."""
+        """Remove the block unused longest from the index and return it. There must be one."""
         block = self.unused.first
         assert block, "every block has a user"
         entry = self._by_block[block]

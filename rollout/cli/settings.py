@@ -120,7 +120,7 @@ def _summary(text: str, default: Any) -> str:
 
 
 def _shown(field: dataclasses.Field[Any]) -> str:
-    """Return a field's default as the command line writes it, or "..." if the field has none."""
+    """Return a default as the command line writes it, or "..." if it is missing or empty."""
     default = field.default
     if default is dataclasses.MISSING:
         made = None if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -172,7 +172,7 @@ def is_setting(word: str) -> bool:
 def value_of(name: str, text: str, kind: Any) -> Any:
     """Return `text` as a value of the type `kind`. Raises UsageError if it is not one. Lists and
     dicts are written as JSON. Tuples of strings are written as JSON or with commas. The config
-    class checks the shape of JSON, and the text for an enum or a path."""
+    class validates JSON values, enums and paths."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     if types.NoneType in options and text.lower() in _NONE:
         return None
@@ -191,7 +191,7 @@ def value_of(name: str, text: str, kind: Any) -> Any:
             pass
     if any(option in (str, Any) or _is_enum(option) or _is_path(option) for option in options):
         return text
-    if any(typing.get_args(option)[:1] == (str,) for option in options):  # as tuple[str, ...]
+    if tuple[str, ...] in options:
         return tuple(text.split(","))
     raise UsageError(f"{name}={text} must be {_described(options)}")
 
@@ -216,6 +216,11 @@ def _is_container(kind: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, (list, tuple, dict, Mapping))
 
 
+def _is_mapping(kind: Any) -> bool:
+    origin = typing.get_origin(kind) or kind
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
 def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
@@ -225,5 +230,11 @@ def _is_path(kind: Any) -> bool:
 
 
 def _described(options: Sequence[Any]) -> str:
-    names = {int: "an integer", float: "a number", bool: "true or false", types.NoneType: "none"}
+    names: dict[Any, str] = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        types.NoneType: "none",
+    }
+    names |= {option: 'JSON, such as {"name": 8}' for option in options if _is_mapping(option)}
     return " or ".join(dict.fromkeys(names.get(option, "JSON") for option in options))

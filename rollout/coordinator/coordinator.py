@@ -90,8 +90,7 @@ class DataParallelInferenceCoordinator:
         tokenizer: not used, since clients tokenize.
         deterministic_mode: no engine gets work before all have registered, and ranks follow the
             order of the engines' ids.
-        block_size_tokens: size of the blocks by which prompts are routed if
-            `enable_prefix_caching`.
+        block_size_tokens: tokens per block of a prompt's prefix, for `enable_prefix_caching`.
         schedule_output_path: file to which ScheduleRecorder writes the routing decisions.
         policy_options: keyword arguments of the routing policy.
         host: host name or IP address; "0.0.0.0" for all interfaces; None for a Unix socket in a
@@ -144,7 +143,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def refusals(self) -> Refusals:
-        """Number of connections that were refused for their keys, by reason."""
+        """Number of refused connections, by reason."""
         return self._router.refusals
 
     @property

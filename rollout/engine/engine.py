@@ -1,16 +1,17 @@
 """Engine: requests, steps, suspend and resume, weight updates.
 
-It is synchronous, without sockets and threads; one thread at a time calls it. Used by people who
-step an engine by hand, `rollout.apis.in_process`, which LLM and ThreadedLLM call, and
-`rollout.coordinator.agent` in an engine process. `rollout.engine.build` and `rollout_vllm.engine`
-derive their engines from it.
+It is synchronous, without sockets and threads. One thread calls it, unless a method allows others.
+Used by people who step an engine by hand, by `rollout.apis.in_process` (for LLM and ThreadedLLM),
+and by `rollout.coordinator.agent`. `rollout.engine.build` and `rollout_vllm.engine` derive their
+engines from it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rollout.config import KVCacheManagementMode
@@ -51,6 +52,7 @@ from rollout.requests.token_runs import TokenRuns
 from rollout.sampling_params import SamplingParams
 from rollout.text import Prompt
 from rollout.version_spans import VersionSpans
+from rollout.weights.source import WeightsSource
 from rollout.weights.update import NamedTensors
 from rollout.weights.version import next_version
 
@@ -61,10 +63,14 @@ _CHECKSUMS_PER_PAGE = 2048  # fits a message between processes, also with the lo
 class Engine(ControlledEngine):
     """Connects the parts of an engine. It is the only writer of the engine's state.
 
-    A request goes through `inputs` to the scheduler, and its record to `outputs`. `step` or
-    `abort_request` returns the record of a finished, failed or aborted request once. A Command of
+    `inputs` checks a request, the scheduler queues it, and `outputs` keeps its record. `step` or
+    `abort_request` returns the record of an ended request once. A Command of
     rollout.control.commands calls the methods that ControlledEngine declares.
+
+    weight_fetchers: the engine's own functions to fetch weights, by the `kind` of the source.
     """
+
+    weight_fetchers: Mapping[str, Callable[[WeightsSource], NamedTensors]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -240,8 +246,8 @@ class Engine(ControlledEngine):
         """Run one forward pass. Returns the records of requests that ended; [] when idle.
 
         If the pass fails, its requests return to the queue with all their tokens and an
-        ERROR_TRANSIENT event. A request that fails again, and then alone, is returned FAILED.
-        Records that an error keeps from being returned are returned by the next step.
+        ERROR_TRANSIENT event. A request that later fails alone is returned FAILED. If an error
+        prevents the return of records, the next step returns them.
 
         Raises EngineStateError outside RUNNING, or if the weights are discarded or partly updated.
         Raises LockstepError if a rank has died. Raises the error of a forward pass if a pass
@@ -403,9 +409,8 @@ class Engine(ControlledEngine):
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> WeightUpdateReport:
-        """Replace all weights in place, or none, with `stage_weights` and `commit_weights`. Legal
-        in PAUSED and SUSPENDED, and in RUNNING with `in_flight`. Raises the errors of these two
-        methods."""
+        """Replace all weights in place, or none. Calls `stage_weights` and `commit_weights`, and
+        raises their errors. Legal in PAUSED and SUSPENDED, and in RUNNING with `in_flight`."""
         self.check_update(version, in_flight)
         return self.commit_weights(self.stage_weights(named_tensors), version, in_flight)
 

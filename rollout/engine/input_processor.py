@@ -2,7 +2,7 @@
 
 `rollout.engine.build` creates it, and `rollout_vllm.engine` derives a class from it.
 Engine.add_groups and Engine.add_record call it. It keeps the next free request id and the number of
-requests so far.
+new requests.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class ProcessedRequest:
 
 class InputProcessor:
     """Checks requests, and assigns request ids, group ids and default seeds. `end_ids` are the end
-    tokens of a request without a `termination_id`. A request without a seed gets one derived from
-    `seed` and `num_submitted`, the number of requests before it."""
+    tokens of a request without a `termination_id`. A request without a seed derives one from `seed`
+    and `num_submitted`, the number of new requests before it."""
 
     def __init__(
         self,
@@ -153,9 +153,9 @@ class InputProcessor:
         """Check a request that another engine began. Returns a request that continues after its
         last token.
 
-        The segments of `record` get the stop words in the encoding of this engine's tokenizer.
-        Raises InvalidRequestError, before any change, if the record has ended, was never in an
-        engine or does not fit, or if its id is `in_use`.
+        Sets the stop word ids of `record`'s segments, encoded by this engine's tokenizer. Raises
+        InvalidRequestError, before any change, if the record has ended, was never in an engine or
+        does not fit, or if its id is `in_use`.
         """
         request_id, first, last = record.request_id, record[0], record.current
         if request_id in in_use:

@@ -60,7 +60,7 @@ class FaultIsolation:
         return None
 
     def suspects(self) -> list[int]:
-        """Return the ids of requests in failed steps that are not cleared."""
+        """Return the request ids of all suspects."""
         return list(self._suspects)
 
     def add_failure(self, request_ids: Sequence[int]) -> int | None:
@@ -160,7 +160,7 @@ class StepPipeline:
         self._counters.step_times.add(1, time.perf_counter() - start)
 
     def suspects(self) -> list[int]:
-        """Return the ids of requests in failed steps that are not cleared."""
+        """Return the request ids of all suspects of FaultIsolation."""
         return self._faults.suspects()
 
     def remove(self, request_id: int) -> None:

@@ -49,7 +49,7 @@ class LocalLauncher:
         return engines
 
     def close(self) -> None:
-        """No-op, since a process that has ended leaves nothing to free."""
+        """No-op, because ended engines leave no files or resources."""
 
 
 def _process(

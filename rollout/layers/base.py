@@ -36,8 +36,8 @@ class BackendLayer(nn.Module):
     def parameter_of(
         self, name: str, shape: Iterable[int], cut: Cut | None, **kind: Any
     ) -> nn.Parameter:
-        """Return an empty parameter for the part of a weight of `shape` that `cut` keeps. The
-        parameter is the whole weight if `cut` is None. Records `cut` in `cuts` under `name`."""
+        """Return an uninitialised parameter for a weight of `shape`, or for the part that `cut`
+        keeps. Records `cut` in `cuts` under `name`."""
         if cut is not None:
             self.cuts[name] = cut
             shape = cut.kept_shape

@@ -1,7 +1,7 @@
 """Family: how one model family differs from the common decoder, as plain values.
 
-Each file of `rollout.models.families` defines one Family. Used by ModelSpec, and by `registry`,
-`config_keys`, `layout` and `decoder` of `rollout.models`.
+A Family has a file in `rollout.models.families`. Used by ModelSpec, and by `config_keys`,
+`families.registry`, `layout` and `decoder` of `rollout.models`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def unchanged(value: Any) -> Any:
-    """Return `value`. The default conversion of a Key, for a spec field with the config's value."""
+    """Return `value`. `read` and `write` of a Key are this function by default."""
     return value
 
 
@@ -48,9 +48,9 @@ PLAIN_NAMES = MoeNames()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The kind of mixture of experts that a family has. RouterSpec explains `scores`,
-    `has_correction` and `is_router_float32`. `has_bias` says whether the router and all experts
-    have biases. `names` has the checkpoint's names of the modules."""
+    """A family's kind of mixture of experts. RouterSpec explains `scores`, `has_correction`
+    and, as `is_float32`, `is_router_float32`. `has_bias` says whether the router and all experts
+    have biases. `names` has the modules' names in checkpoints."""
 
     scores: str  # "softmax", "softmax_chosen" or "sigmoid"
     has_correction: bool = False
@@ -117,12 +117,12 @@ class Family:
     `values` gives fields of ModelSpec, each a constant or a Key of the config. `defaults` has the
     values that transformers uses for absent keys. `windows`, `ropes` and `moe_layers` are rules of
     `rollout.models.layer_rules`, and `keys` has further keys that these rules read. `fixed` maps a
-    key to its only supported values, which change nothing. `ignored` has keys without effect on
-    inference. `rope_kinds` has the RoPE types that transformers supports for the family. `fused`
-    has the projections that checkpoints store as one matrix: "qkv_proj", "gate_up_proj". `mixture`
-    is the kind of the experts that replace the MLP in some layers. `saved_paths` maps parts of live
-    modules' paths to the parts in saved directories. `activations` maps values of the config key
-    `activation_key` to ModelSpec's names.
+    key to the only values that are supported. `ignored` has keys without effect on inference.
+    `rope_kinds` has the RoPE types that transformers supports for the family. `fused` has the
+    projections that checkpoints store as one matrix: "qkv_proj", "gate_up_proj". `mixture` is the
+    kind of the experts that replace the MLP in some layers. `saved_paths` maps substrings of live
+    modules' weight names to substrings in saved directories. `activations` maps values of the
+    config key `activation_key` to ModelSpec's names.
     """
 
     name: str

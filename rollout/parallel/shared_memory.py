@@ -186,8 +186,8 @@ class SharedTensors(dict[str, Tensor]):
     file. Other processes can open the file meanwhile."""
 
     def __init__(self, address: str, places: Mapping[str, Place]) -> None:
-        """Open and map the TensorFile at `address`, which must not be closed. Raises
-        WeightUpdateError if the file cannot be opened or is being written."""
+        """Map the TensorFile at `address`, which must still be open. Raises WeightUpdateError
+        if the file cannot be opened or is being written."""
         try:
             descriptor = os.open(address, os.O_RDONLY | os.O_CLOEXEC)
             num_bytes = max((place.end for place in places.values()), default=0)
@@ -224,7 +224,7 @@ class SharedTensors(dict[str, Tensor]):
 
 
 class TensorFile:
-    """Writes tensors to an anonymous file, each at a multiple of 64 bytes, and records their
+    """Allocates tensors in an anonymous file, at multiples of 64 bytes, and records their
     `places`. After `cut` and until `close`, other processes can open the file by `address`."""
 
     def __init__(self, name: str, flags: int = 0) -> None:

@@ -1,8 +1,8 @@
 """DynamicInferenceRequestRecord: the history of one request over its checkpoints.
 
-OutputProcessor owns the records of unfinished requests. `rollout.coordinator.protocol.packed`
-encodes records for clients, `rollout.generated_text` adds texts, and `rollout.apis.streaming`,
-`rollout.serve.health` and `rollout.serve.page.recent` merge records.
+InputProcessor creates records, and OutputProcessor owns unfinished ones.
+`rollout.coordinator.protocol.packed` encodes them, `rollout.generated_text` adds texts, and
+`rollout.apis.streaming`, `rollout.serve.health` and `rollout.serve.page.recent` merge them.
 """
 
 from __future__ import annotations
@@ -196,11 +196,11 @@ class DynamicInferenceRequestRecord:
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
         """Return the history as one request, as if it had never been checkpointed.
 
-        Fields of the prompt come from the first segment, and fields of the outcome from the last.
-        Values per token and events are joined. Log-probs are float32 tensors. The experts of a
-        position come from the first segment that recorded them. The record does not change.
-        `tokenizer` is accepted for compatibility and ignored. Raises EngineStateError for a record
-        without segments.
+        Prompt scores come from `segment_of_prompt`, other prompt fields from the first segment,
+        and the outcome from the last. Values per token and events are joined. Log-probs are float32
+        tensors. A position's experts come from the first segment that recorded them. The record
+        does not change. `tokenizer` is ignored, for compatibility. Raises EngineStateError without
+        segments.
         """
         if not self.requests:
             raise EngineStateError("an empty record has nothing to merge; begin with from_request")
@@ -231,7 +231,7 @@ class DynamicInferenceRequestRecord:
         return {"requests": encoded, "latency": self.latency}
 
     def serialize_apart(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
-        """Return each segment as split by DynamicInferenceRequest.serialize_apart. Only the first
+        """Return each segment as a pair: plain values, and arrays per token. Only the first
         segment's prompt is included, if each segment continues the previous one."""
         encoded = [request.serialize_apart() for request in self.requests]
         self._drop_known_prompts([segment for segment, _ in encoded])

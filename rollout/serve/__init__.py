@@ -1,4 +1,4 @@
-"""An HTTP server over an AsyncLLM or ThreadedLLM, in the protocols of OpenAI, vLLM and SGLang.
+"""An HTTP server over an AsyncLLM or ThreadedLLM, with the APIs of OpenAI, vLLM and SGLang.
 
-`rollout.apis.serving` starts it; `rollout.cli` uses its config and chat template.
+`rollout.apis.serving` starts the server. `rollout.cli` imports ServeConfig and the chat template.
 """

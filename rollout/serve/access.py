@@ -1,7 +1,7 @@
-"""Checks of a request's sender: the keys of routes, and the headers of browsers.
+"""Checks a request's sender: its API key, and the headers that browsers set.
 
-Used by `rollout.serve.app` for each request. The route modules name the Access of their routes.
-Nothing here changes after its construction.
+`rollout.serve.app` checks each request. `rollout.serve.state`, `rollout.serve.health`,
+`rollout.serve.openapi` and `rollout.serve.page.routes` use Access for routes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from aiohttp import web
 from rollout.serve.config import ServeConfig, is_loopback
 from rollout.serve.errors import ApiError
 
-# Content types that a page may send to any site without asking the site first.
+# Browsers send bodies of these content types to any site without a CORS preflight.
 _SIMPLE_TYPES = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
-_OTHER_SITES = ("cross-site", "same-site")  # of Sec-Fetch-Site; other ports are the same site
+# Values of the header Sec-Fetch-Site. A page of another port of this host is "same-site".
+_OTHER_SITES = ("cross-site", "same-site")
 
 
 class Access(enum.Enum):
@@ -29,7 +30,7 @@ class Access(enum.Enum):
 
 
 class Keys:
-    """The accepted keys of each kind of route. Without a configured key a route is open."""
+    """The accepted keys for each Access. A route is open if no key is configured for its Access."""
 
     def __init__(self, config: ServeConfig) -> None:
         api, admin = (_encoded(key) for key in (config.api_key, config.admin_key))
@@ -40,7 +41,7 @@ class Keys:
         }
 
     def check(self, authorization: str | None, access: Access) -> None:
-        """Raise ApiError unless an Authorization header holds a key for routes of `access`."""
+        """Raise ApiError (401) unless the Authorization header has a key that `access` accepts."""
         accepted = self._accepted[access]
         if not accepted:
             return
@@ -55,25 +56,20 @@ class Keys:
 
 
 class Senders:
-    """Refuses requests that a page of another site makes a browser send.
-
-    A browser on the server's machine can reach loopback addresses, too. It names the page's site in
-    the header Origin. It sends JSON to another site only if that site allows it, which this server
-    never does. The header Host holds the host name of the request's URL. It exposes DNS rebinding,
-    in which another site's name resolves to this server's address.
-
-    Routes of Access.OPEN are not checked: they change nothing and return no samples.
-    """
+    """Refuses requests that a web page of another site makes a browser send. The header Origin
+    names the page's site. A browser sends JSON to another site only after a CORS preflight, which
+    this server never grants. The header Host reveals DNS rebinding, where another site's name
+    resolves to this server's address. Routes of Access.OPEN are not checked, because they change
+    nothing and return no samples."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._names = {name.lower() for name in (config.host, *config.allowed_hosts)}
-        # Off loopback a key is required, which no page knows, and others choose the server's names.
+        # Off loopback a key is required, which no page knows.
         self._accepts_any_host = not is_loopback(config.host) and not config.allowed_hosts
 
     def check(self, request: web.Request, access: Access) -> None:
-        """Raise ApiError: 403 if Host, Origin or Sec-Fetch-Site names another site, 415 for a body
-        that is not declared as JSON.
-        """
+        """Raise ApiError with 403 if Host, Origin or Sec-Fetch-Site names another site. Raises
+        ApiError with 415 for a body that is not declared as JSON."""
         if access is Access.OPEN:
             return
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
@@ -98,7 +94,7 @@ class Senders:
         return self._accepts_any_host or name in self._names or is_loopback(name)
 
     def _is_own_origin(self, origin: str, host: str) -> bool:
-        """Return whether a page of `origin` was loaded from this server, or its host is allowed."""
+        """Return whether `origin` is this server or one of its allowed hosts."""
         place = origin.partition("://")[2].lower()
         return bool(place) and (place == host.lower() or _name_of(place) in self._names)
 
@@ -108,7 +104,6 @@ def _encoded(key: str | None) -> bytes | None:
 
 
 def _name_of(place: str) -> str:
-    """Return the host of HOST or HOST:PORT, "" if it has none."""
     try:
         return (urlsplit(f"//{place}").hostname or "").rstrip(".")
     except ValueError:
@@ -116,11 +111,10 @@ def _name_of(place: str) -> str:
 
 
 def _require_json(request: web.Request) -> None:
-    """Raise ApiError for a body that is not declared as JSON. Without a body, only the content
-    types that pages may send are refused, since some clients name a type and send no body."""
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
+    # Some clients send another content type without a body.
     if request.body_exists or kind in _SIMPLE_TYPES:
         raise ApiError(
             415,

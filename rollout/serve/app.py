@@ -1,8 +1,7 @@
-"""The aiohttp application of a server: checks and decodes each request, and calls its handler.
+"""Builds the aiohttp application of a server, which checks, decodes and dispatches every request.
 
-Used by `rollout.serve.server`, and by the script http_fields for `routes_of`. An error that a
-handler raises, unless the client has disconnected, is answered here in the form of the route's
-protocol.
+Used by `rollout.serve.server` (`make_app`) and by scripts/http_fields.py (`routes_of`). The
+application counts each request in the server's metrics and turns exceptions into JSON errors.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(state: ServerState) -> web.Application:
-    """Return the application, with the routes of the config's protocols."""
+    """Return the application with the routes of the protocols in `state.config`."""
     app = web.Application(
         client_max_size=state.config.max_body_bytes, middlewares=[_answer_unknown_paths]
     )
@@ -57,7 +56,8 @@ def make_app(state: ServerState) -> web.Application:
 
 
 def routes_of(protocols: Sequence[str]) -> list[Route]:
-    """Return the routes of `protocols`, and the routes of every server."""
+    """Return the routes of `protocols` and the routes of every server: health, metrics and
+    pages."""
     routes = [*health_routes(), *metrics_routes()]
     if "openai" in protocols:
         routes += model_routes()
@@ -83,8 +83,6 @@ def _openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
-    """Return the aiohttp handler of a route, which answers a request and counts it."""
-
     async def handle(request: web.Request) -> web.StreamResponse:
         start, status = time.monotonic(), _CLIENT_HAS_GONE
         try:
@@ -101,8 +99,7 @@ def _guarded(route: Route, senders: Senders, keys: Keys) -> _Handler:
 async def _answered(
     route: Route, senders: Senders, keys: Keys, request: web.Request
 ) -> web.StreamResponse:
-    """Check the sender, the key, the query and the body, call the handler and return its response.
-    An error becomes a response in the form of the route's protocol, a disconnect an empty one."""
+    """Check the sender, key, query and body, then return the handler's response or a JSON error."""
     try:
         senders.check(request, route.access)
         keys.check(request.headers.get("Authorization"), route.access)
@@ -126,8 +123,8 @@ async def _answered(
 
 
 async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamResponse:
-    """Call the handler. Generation waits for a slot of the limiter. An operation runs to its end
-    even if the client disconnects, unless `route.ends_with_client`."""
+    """Call the handler. A generation first waits for a slot of the limiter. An operation
+    (Access.ADMIN) continues after its client disconnects, unless `route.ends_with_client`."""
     control = request.app.get(CONTROL)
     if route.generates:
         if control is not None:
@@ -141,7 +138,8 @@ async def _handled(route: Route, request: web.Request, body: Any) -> web.StreamR
 
 
 async def _read(request: web.Request) -> bytes:
-    """Return the bytes of the body. Raises ApiError if it is too large, too slow or malformed."""
+    """Return the bytes of the body. Raises ApiError for a body that is too large, too slow or
+    malformed."""
     config = request.app[STATE].config
     try:
         return await asyncio.wait_for(request.read(), config.body_timeout_s)
@@ -155,18 +153,17 @@ async def _read(request: web.Request) -> bytes:
         ) from None
     except web.RequestPayloadError:
         raise ApiError(
-            400, "the body does not have the Content-Encoding and Transfer-Encoding of the headers"
+            400, "the body does not match its headers Content-Encoding and Transfer-Encoding"
         ) from None
 
 
 def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown: bool) -> None:
-    """Raise ApiError, as `rollout.serve.fields.converted` does, for an invalid `query`."""
+    """Raise ApiError for an unknown parameter or an invalid value. See `fields.converted`."""
     converted(dict(query), kind, ignores_unknown=ignores_unknown, strict=False)
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the JSON body as `kind`; an empty body counts as {}. Raises ApiError for a body that
-    is not JSON, and as `rollout.serve.fields.converted` does."""
+    """Return the JSON body as `kind`. Raises ApiError if it is not JSON or not a valid `kind`."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check fields that it skips
@@ -180,7 +177,6 @@ def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields
 
 
 def _given(body: bytes) -> Any:
-    """Return the body decoded without a type, None if it is not JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
@@ -189,7 +185,6 @@ def _given(body: bytes) -> Any:
 
 @web.middleware
 async def _answer_unknown_paths(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer errors of the router, 404 and 405, as JSON."""
     try:
         return await handler(request)
     except web.HTTPException as fault:

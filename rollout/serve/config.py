@@ -1,7 +1,8 @@
 """ServeConfig: a server's address, keys, protocols and limits.
 
-Users pass it to LLM.serve and AsyncLLM.serve (`rollout.apis`); `rollout.cli.serve` reads its fields
-as settings. `rollout.serve` reads it and never changes it. The script http_fields reads PROTOCOLS.
+Users pass a ServeConfig to LLM.serve and AsyncLLM.serve (`rollout.apis`). `rollout.cli.serve` fills
+one from settings. `rollout.serve` (access, app, server, state) reads it. The script http_fields
+reads PROTOCOLS.
 """
 
 from __future__ import annotations
@@ -34,52 +35,53 @@ CONTROL_PROTOCOLS = ("vllm", "sglang")
 class ServeConfig:
     """Config of one server. Raises ConfigError, which names the field, the value and the remedy.
 
-    host: address to listen at. Off loopback, keys are required.
-    port: port to listen at; 0 takes a free one.
-    api_key: key that clients send as `Authorization: Bearer KEY` to generate. None: no key is
-        needed. Other users can read command lines: set ROLLOUT_API_KEY instead.
-    admin_key: key for the routes that pause, update and abort. It also opens all other routes.
-        Environment variable: ROLLOUT_ADMIN_KEY.
-    allowed_hosts: further names of the server, such as a proxy's. Requests with another Host, and
-        requests of other sites' pages (Origin), are refused. If empty, every Host is accepted off
-        loopback, where keys are required.
-    protocols: protocols to serve: openai (completions, chat, tokens in and out), vllm and sglang
-        (their control routes, and SGLang's generate).
-    served_model_name: name of the model for clients. None: the name of its directory.
-    chat_template: file with the Jinja template of chats, or its text. None: the model's own.
-    trust_request_chat_template: whether a request may have a template of its own, which runs in a
-        sandbox without a time limit.
-    tool_call_parser: format in which the model writes tool calls. "auto": the format in its chat
-        template. "none": tool calls are not parsed.
-    reasoning_parser: tags around the model's thoughts, which chats return as `reasoning`. "auto":
-        the tags in the chat template. "none": thoughts stay in the content.
+    host: address to listen at. Keys are required unless it is a loopback address.
+    port: port to listen at. 0 takes a free port.
+    api_key: key that clients send as `Authorization: Bearer KEY` to generate. None requires no key.
+        Set the environment variable ROLLOUT_API_KEY instead of an argument, because other users can
+        read command lines.
+    admin_key: key for the routes that pause, update and abort. It also opens all other routes. The
+        environment variable ROLLOUT_ADMIN_KEY sets it, too.
+    allowed_hosts: further host names of the server, such as a proxy's. A request is refused if its
+        header Host or Origin names another site. If the server listens off loopback and the tuple
+        is empty, every Host is accepted.
+    protocols: protocols to serve. "openai" has completions, chat, and tokens in and out. "vllm" has
+        vLLM's control routes. "sglang" has SGLang's control routes and /generate.
+    served_model_name: name of the model for clients. None takes the name of the model's directory.
+    chat_template: file with the Jinja template of chats, or the template's text. None takes the
+        model's template.
+    trust_request_chat_template: whether a request can bring its own template. Such a template runs
+        in a sandbox without a time limit.
+    tool_call_parser: format in which the model writes tool calls. "auto" takes the format in the
+        chat template. With "none", tool calls are not parsed.
+    reasoning_parser: tags around the model's thoughts, which chats return as `reasoning`. "auto"
+        takes the tags in the chat template. With "none", thoughts stay in the content.
     logprobs_mode: kind of log-probs in the openai protocol; see SamplingParams.
-    generation_config: defaults of sampling fields in the openai protocol. "vllm": neutral
-        (temperature 1, no truncation, no penalty), so that a request without top_k draws from the
-        whole distribution, as trainers assume. "auto": the model's generation_config.json, which
-        vLLM reads by default.
-    max_model_len: most tokens of prompt and output. None: as many as the engines accept.
-    checkpoint_roots: directories of the checkpoints that updates may name. If empty, such updates
-        are refused.
-    weight_transfer_backend: backend of the process group of trainers of the vllm protocol, whose
-        requests do not name it: "gloo", or None for NCCL, which is refused.
+    generation_config: source of default sampling fields in the openai protocol. "vllm" has neutral
+        values (temperature 1, no truncation, no penalty), as trainers assume. "auto" reads the
+        model's generation_config.json, as vLLM does by default.
+    max_model_len: most tokens of prompt and output. None takes as many as the engines accept.
+    checkpoint_roots: directories with the checkpoints that updates can load. Updates from
+        checkpoints are refused if the tuple is empty.
+    weight_transfer_backend: torch.distributed backend of the trainers' process group in the vllm
+        protocol, whose requests do not name a backend. None stands for NCCL, which is refused.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one request.
-    max_text_characters: longest text to tokenize, in characters. A text prompt that cannot fit
-        into the context is refused before.
+    max_text_characters: longest text to tokenize, in characters.
     max_n: most samples of one prompt.
     max_samples: most samples of all prompts of one request.
-    max_logprobs: most alternatives per token that a request may ask for.
-    max_running_requests: most requests that generate at once; further ones wait.
-    max_waiting_requests: most waiting requests; further ones get 429 with Retry-After.
-    max_connections_backlog: most connections that the system queues until they are accepted.
-    keepalive_timeout_s: seconds after which a connection without a whole request is closed.
-    request_timeout_s: seconds after which the rest of a request is aborted.
+    max_logprobs: most alternatives per token that a request can ask for.
+    max_running_requests: most requests that generate at once. Further requests wait.
+    max_waiting_requests: most waiting requests. Further requests get 429 with Retry-After.
+    max_connections_backlog: most connections that the system queues until the server accepts them.
+    keepalive_timeout_s: seconds without a complete request after which a connection is closed.
+    request_timeout_s: seconds after which the unfinished samples of a request are aborted.
     body_timeout_s: seconds within which a body must arrive.
     stalled_stream_timeout_s: seconds after which a stream whose client reads nothing is aborted.
-    weight_transfer_timeout_s: seconds for joining a trainer's group, and for one call's broadcasts.
-    drain_timeout_s: seconds that requests may continue when the server shuts down. Then they are
-        aborted and answered with their tokens so far.
+    weight_transfer_timeout_s: seconds for joining a trainer's process group, and for the broadcasts
+        of one call.
+    drain_timeout_s: seconds that requests can continue when the server shuts down. After this time
+        they are aborted and answered with their tokens so far.
     """
 
     host: Name = "127.0.0.1"

@@ -1,7 +1,7 @@
 """ApiError: an error reported to a client, and its JSON form in each protocol.
 
-All modules of rollout.serve raise it; `rollout.serve.app` and `rollout.serve.event_stream` send it.
-`rollout.cli.generate`, which runs without aiohttp, catches it.
+Most modules of rollout.serve raise it. `rollout.serve.app` and `rollout.serve.event_stream` send
+it. `rollout.cli.generate`, which runs without aiohttp, catches it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TYPES = {
 class ApiError(Exception):
     """An error reported to the client as an HTTP status and message.
 
-    param: name of the field at fault. retry_after_s: value of a Retry-After header. type: OpenAI's
-    name of the status.
+    param: name of the field at fault.
+    retry_after_s: value of the header Retry-After.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ApiError(Exception):
         param: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        # The message may quote bytes of a path or a header that are not text.
+        # The message can quote bytes of a path or a header that are not text.
         message = message.encode(errors="replace").decode()
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
@@ -54,7 +54,7 @@ ErrorForm = Callable[[ApiError], Mapping[str, Any]]
 
 
 def openai_form(error: ApiError) -> Mapping[str, Any]:
-    """Return the JSON body of an error of /v1, /inference, /tokenize or vLLM's control routes."""
+    """Return the JSON body of an error in the openai and vllm protocols."""
     return {
         "error": {
             "message": error.message,
@@ -66,7 +66,7 @@ def openai_form(error: ApiError) -> Mapping[str, Any]:
 
 
 def sglang_form(error: ApiError) -> Mapping[str, Any]:
-    """Return the JSON body of an error of SGLang's /generate."""
+    """Return the JSON body of an error of SGLang's route /generate."""
     return {"error": {"message": error.message}}
 
 

@@ -1,4 +1,4 @@
-"""EventStream: the response of server-sent events with which generation routes stream replies.
+"""EventStream: a response of server-sent events, by which generation routes stream replies.
 
 Used by `rollout.serve.openai.reply` and `rollout.serve.sglang.generate`. It writes to the client's
 connection.
@@ -27,12 +27,9 @@ _CHECKS_PER_TIMEOUT = 4
 
 
 class EventStream:
-    """A response of server-sent events. An async context manager.
-
-    The headers are sent with the first event, so that an earlier error can still be answered with
-    a status. A client that reads nothing for `stalled_timeout_s` seconds is disconnected, which
-    cancels its handler.
-    """
+    """A response of server-sent events. Use it as an async context manager. The first event also
+    sends the headers, so an earlier error can still be answered with an HTTP status. A client that
+    reads nothing for `stalled_timeout_s` seconds is disconnected, which cancels its handler."""
 
     def __init__(self, request: web.Request, stalled_timeout_s: float) -> None:
         self._request, self._timeout_s = request, stalled_timeout_s
@@ -50,17 +47,17 @@ class EventStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the headers were sent."""
+        """Return whether the headers were sent."""
         return self._response.prepared
 
     async def send(self, *events: Any) -> None:
-        """Send events, each as JSON, in one write. Waits while the client reads slowly."""
+        """Send each event as JSON, all in one write. Waits while the client reads slowly."""
         encode = self._encoder.encode
         await self._write(b"".join(b"data: %b\n\n" % encode(event) for event in events))
 
     async def send_error(self, fault: Exception, form: ErrorForm) -> None:
-        """Send the error `fault` as an event in the protocol's `form`. Raises `fault` instead if
-        nothing was sent before, or if it is a ConnectionError: the client has disconnected."""
+        """Send the error `fault` as an event. `form` makes its JSON. Raises `fault` if no event was
+        sent before, or if the client has disconnected (ConnectionError)."""
         if not self.has_begun or isinstance(fault, ConnectionError):
             raise fault
         error = api_error_of(fault)
@@ -84,7 +81,8 @@ class EventStream:
         self._writing_since = None
 
     def _watch(self) -> None:
-        """Disconnect a client that has read nothing for too long, else check again later."""
+        """Disconnect a client that has read nothing for `stalled_timeout_s`. Else schedule the next
+        check."""
         since, transport = self._writing_since, self._request.transport
         if since is not None and time.monotonic() - since > self._timeout_s:
             if transport is not None:

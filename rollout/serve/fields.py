@@ -1,7 +1,7 @@
-"""Fields: the base of structs that decode requests. A field is served, neutral, or refused.
+"""Fields: the base class of structs that decode request bodies and queries.
 
-Used by all modules of rollout.serve that define bodies or queries, `rollout.serve.app`, which
-converts requests, and the script http_fields. It logs ignored fields.
+Used by `rollout.serve.app`, which decodes requests, by the modules of rollout.serve that define
+bodies or queries, and by the script http_fields. Each unknown field that is ignored is logged once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import msgspec
 from rollout.serve.errors import ApiError
 
 _STATUS = "status"  # key of a field's status in its msgspec.Meta
-_TYPO_CUTOFF = 0.8  # of difflib's ratio: "temprature" has 0.95, "topk" 0.89
-_NUM_WARNINGS = 256  # unknown fields that are remembered as logged already
+_TYPO_CUTOFF = 0.8  # least difflib ratio; "temprature" has 0.95, "topk" 0.89
+_NUM_WARNINGS = 256  # unknown fields that are remembered as logged
 _MAX_SHOWN = 80  # characters of an unknown field in a message
 _logger = logging.getLogger(__name__)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.(?P<path>.*)`$")
@@ -33,17 +33,18 @@ _STEP = re.compile(r"\[(?P<index>\d+)\]|(?P<name>[^.\[]+)")
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """Status of a field that other servers read and that has no effect here."""
+    """Status of a field that other servers use and that has no effect here."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Status of a field of a feature that is not served.
+    """Status of a field that asks for a feature which this server lacks. The error ends with
+    `remedy`.
 
-    remedy: what to do instead, for the error. unless: values that do not ask for the feature; if
-    empty, these are null, false, "" and lists and objects of such values.
+    unless: values that do not ask for the feature. If empty, null, false, "" and lists and objects
+        of such values do not ask for it.
     """
 
     remedy: str
@@ -51,23 +52,23 @@ class Refused:
 
     @property
     def harmless(self) -> str:
-        """The values besides null that do not ask for the feature, in words."""
+        """Return the values besides null that do not ask for the feature, in words."""
         return " or ".join(map(json.dumps, self.unless)) or "false or empty"
 
     def takes(self, value: Any) -> bool:
-        """Return whether `value` does not ask for the feature, so that the field may have it."""
+        """Return whether `value` is accepted because it does not ask for the feature."""
         if self.unless:
             return any(type(value) is type(each) and value == each for each in self.unless)
         return _asks_nothing(value)
 
 
 def neutral(reason: str) -> msgspec.Meta:
-    """Return the annotation of a neutral field. reason: why it has no effect."""
+    """Return the annotation of a field without effect. `reason` says why it has none."""
     return msgspec.Meta(description=f"Changes nothing: {reason}", extra={_STATUS: Neutral(reason)})
 
 
 def refused(remedy: str, *unless: Any) -> msgspec.Meta:
-    """Return the annotation of a refused field. remedy: end of the error. unless: see Refused."""
+    """Return the annotation of a refused field. The arguments are the fields of Refused."""
     status = Refused(remedy, unless)
     return msgspec.Meta(
         description=f"Refused, unless it is null, {status.harmless}: {remedy}",
@@ -76,11 +77,9 @@ def refused(remedy: str, *unless: Any) -> msgspec.Meta:
 
 
 class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of structs that are decoded from a request's body, or from its query.
-
-    A field without a status is served. null counts as absent where a field accepts it. Making a
-    struct raises ApiError, which names the field, if a refused field asks for its feature.
-    """
+    """Base class of structs that decode a request's body or query. A field has an effect unless its
+    annotation is `neutral(...)` or `refused(...)`. Construction raises ApiError, which names the
+    field, if a refused field asks for its feature."""
 
     def __post_init__(self) -> None:
         for name, status in _refused_of(type(self)):
@@ -91,18 +90,18 @@ class Fields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class NoFields(Fields):
-    """A body, or a query, without any field."""
+    """A body or query without fields."""
 
 
 def statuses(kind: type[Fields]) -> dict[str, Neutral | Refused | None]:
-    """Return the status of each field of `kind`; None for a served field."""
+    """Return the status of each field of `kind`. The status of a field with an effect is None."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: _status_of(hints[name]) for name in kind.__struct_fields__}
 
 
 @cache
 def nested(kind: type[Fields]) -> dict[str, type[Fields]]:
-    """Return the structs of the fields of `kind` that hold a struct or a list of them, by name."""
+    """Return the inner struct of each field of `kind` that holds a struct or a list of structs."""
     hints = typing.get_type_hints(kind)
     found = {name: next(_structs_in(hints[name]), None) for name in kind.__struct_fields__}
     return {name: struct for name, struct in found.items() if struct is not None}
@@ -113,11 +112,11 @@ def converted(
 ) -> Fields:
     """Return `given`, decoded JSON or a query, as `kind`.
 
-    ignores_unknown: whether fields that `kind` lacks are ignored, each with one line in the log.
-    strict: False also accepts numbers and booleans written as text.
+    ignores_unknown: whether fields that `kind` lacks are ignored. Each is logged once.
+    strict: whether numbers and booleans must not be written as text.
 
-    Raises ApiError, which names the field, for a value of another type, a refused feature, and an
-    unknown field that is not ignored or resembles a field of `kind`.
+    Raises ApiError, which names the field, for a value of a wrong type and for a refused feature.
+    It is also raised for an unknown field that resembles a field of `kind` or is not ignored.
     """
     with suppress(msgspec.ValidationError):  # most requests have no unknown field
         return msgspec.convert(given, kind, strict=strict, str_keys=True)
@@ -130,14 +129,14 @@ def converted(
 
 @cache
 def _paths_by_name(kind: type[Fields]) -> Mapping[str, str]:
-    """Return the paths of all fields that are not refused, by the last part of the path."""
     return {path.rpartition(".")[2]: path for path in _paths(kind)}
 
 
 def _known_part(
     given: Any, kind: type[Fields], above: str, paths: Mapping[str, str], ignores_unknown: bool
 ) -> Any:
-    """Return `given` without unknown fields, at any depth. above: path of `given`, with a dot."""
+    """Return `given` without unknown fields at any depth. `above` is the path of `given` with a
+    final dot."""
     if isinstance(given, list):
         return [_known_part(each, kind, above, paths, ignores_unknown) for each in given]
     if not isinstance(given, Mapping):
@@ -161,8 +160,8 @@ def _known_part(
 
 
 def _nearest(key: str, kind: type[Fields], above: str, paths: Mapping[str, str]) -> str | None:
-    """Return the path of the field that `key` resembles; None if it resembles none. Of fields of
-    one name, a field of `kind` itself is taken."""
+    """Return the path of the field whose name resembles `key`, or None. Prefers fields of `kind`
+    itself."""
     known = {**paths, **{name: above + name for name in kind.__struct_fields__}}
     nearest = difflib.get_close_matches(key, known, 1, _TYPO_CUTOFF)
     return known[nearest[0]] if nearest else None
@@ -174,8 +173,8 @@ def _warn_once(kind: str, path: str) -> None:
 
 
 def unreadable_value(fault: msgspec.ValidationError, given: Any) -> ApiError:
-    """Return the error for a value that is not of its field's type. given: the whole request, from
-    which the error quotes the value; None if it is not JSON."""
+    """Return the error for a value of a wrong type. `given` is the decoded request, from which the
+    error quotes the value, or None if it is not JSON."""
     match = _PATH.search(str(fault))
     if match is None:
         return ApiError(400, f"the request cannot be read: {fault}")
@@ -217,7 +216,7 @@ def _structs_in(hint: Any) -> Iterator[type[Fields]]:
 
 
 def _paths(kind: type[Fields], above: str = "") -> Iterator[str]:
-    """Yield the paths of all fields that are not refused, fields of inner structs first."""
+    """Yield the paths of all fields that are not refused, inner fields first."""
     for name, inner in nested(kind).items():
         yield from _paths(inner, f"{above}{name}.")
     for name, status in statuses(kind).items():

@@ -1,7 +1,7 @@
-"""Generation: the samples of one HTTP request, from their submission to their end.
+"""Generation: the samples of one HTTP request, from submission to end.
 
 Used by `rollout.serve.openai` (reply, tokens_in_out) and `rollout.serve.sglang.generate`. It
-submits the samples to the LLM and registers them in LiveRequests until they end.
+submits samples to the LLM and registers them in LiveRequests until they end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ Request = DynamicInferenceRequest
 
 
 class Generation:
-    """The samples of one request, numbered prompt by prompt, `n` for each prompt.
-
-    Each sample has its own seed, the one that `LLM.generate` would give it. `results` and `stream`
-    submit the samples; call one of them. Cancelling `results` or closing `stream` aborts the
-    unfinished samples.
-    """
+    """The samples of one request. Sample `i` belongs to prompt `i // n`. Each sample gets the seed
+    that `LLM.generate` gives it. `results` and `stream` submit the samples, so call only one of
+    them. Cancelling `results` or closing `stream` aborts unfinished samples."""
 
     def __init__(
         self,
@@ -43,15 +40,16 @@ class Generation:
         name: str,
         priority: int = 0,
     ) -> None:
-        """Prepare the samples; nothing is submitted yet. name: name of the request in LiveRequests.
-        Raises ApiError for n out of range and for too many samples."""
+        """Prepare the samples without submitting them. `name` is the request's name in
+        LiveRequests. Raises ApiError if `n` or the number of samples is out of range."""
         config = state.config
         if not 1 <= n <= config.max_n:
             raise ApiError(400, f"n={n} must be in [1, {config.max_n}]", param="n")
         if n * len(prompts) > config.max_samples:
             raise ApiError(
                 400,
-                f"{len(prompts)} prompts with n={n} are more than {config.max_samples} samples",
+                f"{len(prompts)} prompts with n={n} are more than max_samples={config.max_samples} "
+                "samples; send fewer prompts",
                 param="n",
             )
         self._state, self._name, self._priority = state, name, priority
@@ -62,11 +60,10 @@ class Generation:
         self._samples = [(prompt, own) for prompt, each in self._groups for own in each]
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """Return the prompt of a sample."""
         return self._samples[index][0]
 
     async def results(self) -> list[Request]:
-        """Submit all samples, wait for them and return their requests in order. An aborted sample
+        """Submit all samples, wait for them, and return their requests in order. An aborted sample
         has its tokens so far. Raises ApiError or RolloutError if a sample failed."""
         state = self._state
         if state.running.wants_stream(len(self._samples)):
@@ -87,9 +84,8 @@ class Generation:
                 future.cancel()  # does nothing to a future that is done
 
     async def stream(self) -> AsyncGenerator[tuple[int, TokenRun | Request], None]:
-        """Submit the samples. Yields (index of a sample, its new tokens) as they arrive, and
-        (index, finished request) at the end of each sample. Raises the errors of `results`.
-        """
+        """Submit the samples. Yield (sample index, new tokens) as tokens arrive. The last item of
+        each sample is (sample index, finished request). Raises the errors of `results`."""
         streams = self._add_streams()
         futures = [stream.future for stream in streams]
         async with AsyncExitStack() as stack:
@@ -107,7 +103,6 @@ class Generation:
                     yield item
 
     def _add_streams(self) -> list[RequestStream]:
-        """Submit all samples as streams."""
         added = self._state.llm.stream_groups(
             self._groups,
             priority=self._priority,
@@ -128,22 +123,21 @@ class Generation:
         yield index, self._result(index, future)
 
     def _result(self, index: int, future: RequestFuture) -> Request:
-        """Return the finished request. Raises its error, unless it was aborted."""
+        """Return the finished request. Raises the sample's error, unless it was aborted."""
         error = future.exception()
         if isinstance(error, RolloutError) and not isinstance(error, RequestAbortedError):
             raise _worded_for_clients(error)
         request = self._state.llm.request_of(future, *self._samples[index])
         if isinstance(error, RequestAbortedError):
-            request.finish_reason = "abort"  # it was in no engine yet
+            request.finish_reason = "abort"  # the request was in no engine yet
         elif request.finish_reason == "error":
             raise _worded_for_clients(request.last_error or RolloutError("the request failed"))
         return request
 
 
 def _worded_for_clients(error: BaseException) -> BaseException:
-    """Return `error`; if the context was too short, an ApiError in OpenAI's words instead, because
-    clients search the message for them."""
-    if isinstance(error, MaxSequenceLengthOverflowError):
+    """Return `error`, or an ApiError with OpenAI's message if the context was too short."""
+    if isinstance(error, MaxSequenceLengthOverflowError):  # clients search the message
         return ApiError(400, f"This model's maximum context length is exceeded: {error}")
     return error
 

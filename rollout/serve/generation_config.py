@@ -1,7 +1,9 @@
 """SamplingDefaults: values of sampling fields that a request leaves out.
 
-`rollout.serve.server` makes one, which may read generation_config.json, for
-`rollout.serve.sampling`. `rollout.serve.sglang.generate` uses the neutral values.
+`rollout.serve.server` makes the defaults, which `rollout.serve.sampling` applies. The values come
+from generation_config.json if `ServeConfig.generation_config` is "auto".
+`rollout.serve.sglang.generate` uses neutral values. `rollout.serve.config` imports
+GENERATION_CONFIGS.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ _MAX_TOKENS = "max_new_tokens"  # the file's name of max_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values of sampling fields that a request leaves out. The defaults are neutral.
+    """Values of sampling fields that a request leaves out. Without arguments they are neutral.
 
-    max_tokens: most generated tokens of chats and of tokens in and out; None: as many as fit.
+    max_tokens: most generated tokens of a chat or of /inference/v1/generate. None allows as many as
+        fit.
     """
 
     temperature: Temperature = 1.0
@@ -44,9 +47,9 @@ class SamplingDefaults:
 
 
 def sampling_defaults(directory: str | None, generation_config: str) -> SamplingDefaults:
-    """Return the defaults that ServeConfig.generation_config names: neutral values for "vllm",
-    the values of generation_config.json in `directory` for "auto". A file or directory (None) that
-    is absent gives neutral values. Raises ConfigError for a file with a value out of range."""
+    """Return the defaults of a server whose model is in `directory`. "vllm" gives neutral values.
+    "auto" gives the values of generation_config.json in `directory`, or neutral values if there is
+    no such file. Raises ConfigError for a value out of range."""
     if generation_config == "vllm" or directory is None:
         return SamplingDefaults()
     config = read_optional_object(Path(directory) / _FILE)

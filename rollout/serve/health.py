@@ -1,7 +1,7 @@
 """Routes of every server that report readiness, load and version.
 
-GET /health asks every engine for its counters. GET /health_generate asks the LLM for one token.
-Used by `rollout.serve.app` through `health_routes`.
+`rollout.serve.app` registers them. GET /health and its aliases ask every engine for counters. GET
+/health_generate generates one token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollout.serve.state import STATE, Route, ServerState, get_route
 
 _ANSWER_S = 10.0
 _GENERATE_S = 20.0
-# Above all priorities of clients, so that a queue does not delay the answer.
+# Higher than all priorities of clients, so that a queue does not delay the answer.
 _PRIORITY = 2**31 - 1
 
 
@@ -41,7 +41,6 @@ def health_routes() -> list[Route]:
 
 
 async def _load(request: web.Request, body: Any) -> web.Response:
-    """Answer with the number of requests that generate or wait, under vLLM's name."""
     limiter = request.app[STATE].limiter
     return json_response({"server_load": limiter.num_running + limiter.num_waiting})
 
@@ -51,8 +50,8 @@ async def _version(request: web.Request, body: Any) -> web.Response:
 
 
 async def _health(request: web.Request, body: Any) -> web.Response:
-    """Answer 200 if every engine answers. Raises ApiError 503 if one does not, or if the weights
-    were discarded and no pause is in force."""
+    """Answer 200 if every engine answers. Raises ApiError (503) if an engine does not answer, or if
+    generation is not paused and discarded weights were not replaced."""
     await _stats(request.app[STATE])
     if (control := request.app.get(CONTROL)) is not None:
         await control.pausing.require_weights()
@@ -60,14 +59,15 @@ async def _health(request: web.Request, body: Any) -> web.Response:
 
 
 class _Probe:
-    """Generates one token for all clients that ask at the same time, since the route needs no
-    key."""
+    """Handles GET /health_generate. Simultaneous requests share one generated token."""
 
     def __init__(self) -> None:
         self._running: asyncio.Task[None] | None = None
 
     async def answer(self, request: web.Request, body: Any) -> web.Response:
-        """Answer 200 if the engines generate a token. Raises ApiError 503 with the reason."""
+        """Answer 200 once a token was generated. Raises ApiError (503) with the reason if none
+        was."""
+        # The route needs no key, so its load is limited to one token at a time.
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(_generate(request.app[STATE]))
         await asyncio.shield(self._running)
@@ -75,7 +75,6 @@ class _Probe:
 
 
 async def _generate(state: ServerState) -> None:
-    """Generate one token. Raises ApiError 503 if that fails or takes too long."""
     stats = await _stats(state)
     if stats.state is not EngineState.RUNNING:
         raise ApiError(503, f"the engines are {stats.state.name}: nothing is generated")

@@ -1,9 +1,8 @@
-"""The HTTP requests of one server: how many may run, which are unanswered, and counts of all.
+"""The HTTP requests of one server: limits, unanswered requests and counts.
 
-Made by `rollout.serve.server`. Used by `rollout.serve.app` (limit, counts),
-`rollout.serve.generation` (registers requests), `rollout.serve.control.pausing` (abort, wait), and
-through ServerState by handlers that abort requests or report numbers. It calls no engine, except
-through the functions that LiveRequests gets.
+`rollout.serve.server` makes these objects. Used by `rollout.serve.app` (limit, counts),
+`rollout.serve.generation` (registers samples), `rollout.serve.control.pausing` (abort, wait), and
+by handlers that abort requests or report numbers, through ServerState.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ _RETRY_AFTER_S = 1
 
 
 class RequestLimiter:
-    """Limits the requests that generate at once and the requests that wait for a slot.
-
-    num_running: requests that hold a slot now. num_waiting: requests that wait for one.
-    """
+    """Limits how many requests generate at once (`num_running`) and how many wait
+    (`num_waiting`)."""
 
     def __init__(self, *, max_running: int, max_waiting: int) -> None:
         self.num_running = self.num_waiting = 0
@@ -34,15 +31,17 @@ class RequestLimiter:
         self._is_idle.set()
 
     def close(self, reason: str, message: str) -> None:
-        """Answer new requests with 503 and `message` until `open` is called with this `reason`."""
+        """Answer new requests with 503 and `message` until `open` is called with the same
+        `reason`."""
         self._messages[reason] = message
 
     def open(self, reason: str) -> None:
-        """Undo the `close` with this `reason`, if there was one. Other reasons keep it closed."""
+        """Undo the `close` with this `reason`. The limiter stays closed if another reason closed
+        it, too."""
         self._messages.pop(reason, None)
 
     async def is_idle_within(self, seconds: float) -> bool:
-        """Wait until no request runs or waits. Returns whether that happened within `seconds`."""
+        """Wait at most `seconds` for all requests to end. Return whether all of them ended."""
         if self._is_idle.is_set():
             return True
         try:
@@ -53,8 +52,8 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. Raises ApiError: 503 while closed, 429 if too many requests
-        wait."""
+        """Wait for a slot and hold it during the block. Raises ApiError with 503 while the limiter
+        is closed, and with 429 if too many requests wait."""
         for message in self._messages.values():
             raise ApiError(503, message, retry_after_s=_RETRY_AFTER_S)
         if self._free.locked() and self.num_waiting >= self._max_waiting:
@@ -83,7 +82,7 @@ class RequestLimiter:
 
 
 class LiveRequests:
-    """The unanswered requests, by the names that clients gave them."""
+    """The samples of unanswered requests, by the request names that clients chose."""
 
     def __init__(
         self,
@@ -91,8 +90,8 @@ class LiveRequests:
         *,
         on_end: Callable[[Sequence[RequestFuture]], None],
     ) -> None:
-        """Start empty. abort_sample: called to abort one sample. on_end: called with the samples of
-        each request that is over, finished or not."""
+        """Start empty. `abort_sample` aborts one sample. `on_end` gets the samples of each request
+        whose `of` block has ended, finished or not."""
         self._abort_sample, self._on_end = abort_sample, on_end
         self._samples: dict[int, tuple[str, Sequence[RequestFuture]]] = {}
         self._next_key = 0
@@ -102,12 +101,12 @@ class LiveRequests:
         return len(self._samples)
 
     @property
-    def num_samples(self) -> int:
-        """Number of unfinished samples."""
+    def num_unfinished_samples(self) -> int:
         return len(self._unfinished())
 
     async def all_ended(self) -> None:
-        """Wait until all samples have ended, also those of requests that come meanwhile."""
+        """Wait until no registered sample is unfinished, including samples that are registered
+        meanwhile."""
         while unfinished := self._unfinished():
             await asyncio.wait(unfinished)
 
@@ -116,7 +115,8 @@ class LiveRequests:
 
     @contextmanager
     def of(self, name: str, samples: Sequence[RequestFuture]) -> Iterator[None]:
-        """Register samples under `name`, which several requests may share, until the block ends."""
+        """Register samples under `name` during the block. Several requests can have the same
+        name."""
         key = self._next_key
         self._next_key += 1
         self._samples[key] = name, samples
@@ -127,8 +127,9 @@ class LiveRequests:
             self._on_end(samples)
 
     def abort(self, names: Sequence[str] | None = None) -> int:
-        """Abort the requests of these names; None for all. They are answered with their tokens so
-        far. Returns the number of aborted samples. Ignores unknown names."""
+        """Abort the unfinished samples of the named requests, or of all requests if `names` is
+        None. The clients get the tokens so far. Returns the number of aborted samples. Ignores
+        unknown names."""
         wanted = None if names is None else set(names)
         num_aborted = 0
         for name, futures in list(self._samples.values()):
@@ -142,7 +143,7 @@ class LiveRequests:
 
 
 class RequestMetrics:
-    """Counts and durations of answered requests, in a Prometheus registry of their own."""
+    """Counts and durations of answered requests, in a separate Prometheus registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -161,6 +162,5 @@ class RequestMetrics:
         )
 
     def add(self, method: str, path: str, status: int, seconds: float) -> None:
-        """Count an answered request. path: path of its route."""
         self._requests.labels(method, path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)

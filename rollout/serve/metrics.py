@@ -1,6 +1,6 @@
-"""GET /metrics: counters of the server and the engines, for Prometheus, also under vLLM's names.
+"""GET /metrics: counters of the server and its engines for Prometheus, also under vLLM's names.
 
-Used by `rollout.serve.app` through `metrics_routes`. It reads counters and changes nothing.
+`rollout.serve.app` registers the route. It reads counters and changes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rollout.serve.state import STATE, Route, ServerState, get_route
 from rollout.telemetry import RANK_FIELDS, RankUse, SchedulerCounts
 
 _ANSWER_S = 5.0
-# Fields of EngineStats that can fall; all other numbers only grow.
+# Numbers in EngineStats that can fall. All others only grow.
 _GAUGES = {
     "weights_version",
     "max_sequence_length",
@@ -43,7 +43,7 @@ _GAUGES = {
 }
 _LABELS = ("model_name", "engine")
 _BOUNDS = [*map(floatToGoString, LATENCY_BOUNDS_S), "+Inf"]
-# Name, help text, and value.
+# Entries are (name, help text, function that returns the value).
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     (
         "prompt_tokens",
@@ -63,7 +63,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     ("prefix_cache_hits", "Tokens whose KV was found", lambda s: s.num_prefix_hit_tokens),
 )
-# Name, the field of EngineStats with its counts, the field with its sum.
+# Entries are (name, field of EngineStats with the counts, field of EngineStats with the sum).
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "first_token_latency", "first_token_seconds"),
     ("inter_token_latency_seconds", "token_latency", "token_seconds"),
@@ -100,7 +100,7 @@ async def _metrics(request: web.Request, body: Any) -> web.Response:
 
 
 class _OwnFamilies(Collector):
-    """Metrics of the server, and each field of the engines' EngineStats under its own name."""
+    """Metrics of the server, and a metric for each field of EngineStats summed over the engines."""
 
     def __init__(self, state: ServerState, stats: EngineStats) -> None:
         self._state, self._stats = state, stats
@@ -110,7 +110,7 @@ class _OwnFamilies(Collector):
         for name, value in (
             ("http_requests_running", limiter.num_running),
             ("http_requests_waiting", limiter.num_waiting),
-            ("samples_running", live.num_samples),
+            ("samples_running", live.num_unfinished_samples),
         ):
             yield GaugeMetricFamily(f"rollout_{name}", "As of now", value=value)
         for field in fields(EngineStats):
@@ -132,7 +132,7 @@ class _OwnFamilies(Collector):
 
 
 def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
-    """Yield a metric for each field of RankUse, with the value of each rank of each engine."""
+    """Yield a metric for each field of RankUse, with a value for each rank of each engine."""
     for name in RANK_FIELDS:
         is_gauge = name.endswith("_bytes")
         kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
@@ -144,8 +144,8 @@ def _by_rank(ranks: Sequence[RankUse]) -> Iterator[Metric]:
 
 
 def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
-    """Return the metric of generated tokens of ended requests by age in weights versions. The last
-    age includes all older tokens."""
+    """Return a metric of the generated tokens of ended requests, by their age in weights versions.
+    The last age includes all older tokens."""
     ages = [*map(str, range(NUM_AGES - 1)), f"{NUM_AGES - 1}+"]
     family = CounterMetricFamily(name, "Tokens by their age in versions", labels=["versions"])
     for age, number in zip(ages, num_tokens or [0] * NUM_AGES, strict=True):
@@ -157,9 +157,9 @@ def _by_age(name: str, num_tokens: Sequence[int]) -> Metric:
 class VllmFamilies(Collector):
     """Metrics of each engine under vLLM's names, for clients and dashboards of vLLM.
 
-    engines: counters of each engine, by rank. num_queued: requests that wait for an engine; each
-    engine reports an equal part of them as waiting. sleeps: whether a sleep is in force, also one
-    that releases no memory.
+    engines: counters of each engine by engine rank.
+    num_queued: requests that wait for an engine. An equal share counts as waiting at each engine.
+    sleeps: whether a call of /sleep is in force, even if it released no memory.
     """
 
     model_name: str
@@ -189,12 +189,10 @@ class VllmFamilies(Collector):
             yield [self.model_name, str(rank)], stats
 
     def _requests(self) -> Iterator[Metric]:
-        """Yield running and waiting requests, whose sum is all requests of engines and queue.
-
-        A request is waiting if it is preempted or the last step had no room for it. One that came
-        since then, or waits for the prefill of its group's prompt, counts as running. While the
-        engine is stopped, all of its requests that have not begun are waiting.
-        """
+        """Yield the numbers of running and waiting requests, which add up to all requests. A
+        request is waiting if it is preempted or the last step had no room for it. A request that
+        came after the last step, or waits for its group's prefill, counts as running. While an
+        engine is stopped, its requests that have not begun are waiting."""
         running = GaugeMetricFamily("vllm:num_requests_running", "Running requests", labels=_LABELS)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Waiting requests", labels=_LABELS)
         by_reason = GaugeMetricFamily(

@@ -1,7 +1,7 @@
-"""The content of GET /openapi.json, made from the routes and the structs that decode bodies.
+"""Makes the OpenAPI document of a server from its routes and request structs.
 
-Used by `rollout.serve.app`. `rollout.serve.health` and `rollout.serve.control.handlers` use
-`installed_version`.
+`rollout.serve.app` serves it at GET /openapi.json. `rollout.serve.health` and
+`rollout.serve.control.handlers` use `installed_version`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REF)
     for name in components.keys() - _components_of_operations(routes):
-        components[name].pop("additionalProperties", None)  # unknown fields are ignored
+        # Only operations refuse unknown fields.
+        components[name].pop("additionalProperties", None)
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -54,7 +55,6 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _components_of_operations(routes: Sequence[Route]) -> set[str]:
-    """Return the names of all schemas in bodies of ADMIN routes, which refuse unknown fields."""
     bodies = [r.body for r in routes if r.body is not None and r.access is Access.ADMIN]
     return set(msgspec.json.schema_components(dict.fromkeys(bodies), ref_template=_REF)[1])
 
@@ -90,7 +90,7 @@ def _query_parameters(route: Route) -> Iterator[dict[str, Any]]:
 
 
 def installed_version() -> str:
-    """Return the version of this package; "0" for a source tree that is not installed."""
+    """Return the version of this package, or "0" if it is not installed."""
     try:
         return version("rollout-engine")
     except PackageNotFoundError:

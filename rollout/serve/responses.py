@@ -1,7 +1,7 @@
-"""The HTTP responses with JSON: of values, and of the errors of this package and of aiohttp.
+"""Makes the JSON responses of values and of errors.
 
-`json_response` makes the replies of most routes. `rollout.serve.app` and
-`rollout.serve.event_stream` report errors.
+Used by `rollout.serve` (app, event_stream, health, control.handlers, openai.model, openai.reply,
+sglang, vllm). `rollout.serve.app` and `rollout.serve.event_stream` report exceptions as errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout.serve.errors import ApiError, ErrorForm
 
 
 def api_error_of(error: Exception) -> ApiError | None:
-    """Return the ApiError that reports an error of this package or of aiohttp; None for others."""
+    """Return the ApiError that reports `error`, or None if it is no error of rollout or aiohttp."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, web.HTTPException):
@@ -42,7 +42,7 @@ def api_error_of(error: Exception) -> ApiError | None:
 
 
 def error_response(error: ApiError, form: ErrorForm) -> web.Response:
-    """Return the response for `error` in the form of a protocol."""
+    """Return the response for `error`. `form` makes its JSON body."""
     response = json_response(form(error), status=error.status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(error.retry_after_s)
@@ -50,7 +50,7 @@ def error_response(error: ApiError, form: ErrorForm) -> web.Response:
 
 
 def json_response(content: Any, *, status: int = 200) -> web.Response:
-    """Return a response with `content`, which may hold msgspec structs, as JSON."""
+    """Return a response with `content` as JSON. `content` can contain msgspec structs."""
     return web.Response(
         body=msgspec.json.encode(content), status=status, content_type="application/json"
     )

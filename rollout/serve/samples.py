@@ -1,6 +1,7 @@
-"""Parts of a reply that describe one sample: its tokens, log-probs, text and weights versions.
+"""The parts of a reply that describe one sample: its tokens, log-probs, text and weights versions.
 
-Used by `rollout.serve.openai` and `rollout.serve.sglang.generate`. Functions only read requests.
+Used by `rollout.serve.openai` (chat, completions, logprobs, reply, tokens_in_out) and
+`rollout.serve.sglang.generate`. The functions only read requests.
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ Request = DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenData:
-    """Token ids, and for each token its log-prob, its rank and the most likely tokens.
-
-    A list is None if the client did not ask for it. An entry is None if its value is unknown, as
-    for the first token of a prompt.
-    """
+    """Token ids, and for each token its log-prob, its rank and the most likely alternatives. A list
+    is None if the client did not ask for it. An entry of a list is None if its value is unknown, as
+    for the first token of a prompt."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float | None] | None = None
@@ -38,7 +37,8 @@ class TokenData:
     top: Sequence[dict[int, float] | None] | None = None
 
     def __add__(self, other: TokenData) -> TokenData:
-        """Return these tokens followed by `other`. A list that one of the two lacks is None."""
+        """Return these tokens followed by `other`. A list is None if it is None in either
+        operand."""
         return TokenData(
             token_ids=[*self.token_ids, *other.token_ids],
             log_probs=_joined(self.log_probs, other.log_probs),
@@ -47,11 +47,9 @@ class TokenData:
         )
 
     def each(self, num_top: int) -> list[tuple[int, float | None, int | None, dict[int, float]]]:
-        """Return (id, log-prob, rank, alternatives) of each token.
-
-        Alternatives are {id: log-prob} of the token itself and then of the `num_top` most likely
-        tokens. A token that is one of the most likely stands once, in the first place.
-        """
+        """Return (id, log-prob, rank, alternatives) of each token. The alternatives are {id:
+        log-prob} of the token itself and of the `num_top` most likely tokens. The token itself
+        comes first and is not repeated."""
         count = len(self.token_ids)
         log_probs = self.log_probs or [None] * count
         ranks, top = self.ranks or [None] * count, self.top or [None] * count
@@ -75,12 +73,11 @@ def _top(
 
 
 def finite(log_prob: float) -> float:
-    """Return `log_prob` if it is finite, else a low number that JSON can express."""
+    """Return `log_prob`, or -9999.0 if it is not finite."""
     return log_prob if math.isfinite(log_prob) else _LOWEST
 
 
 def of_run(run: TokenRun) -> TokenData:
-    """Return the data of newly generated tokens."""
     return TokenData(
         token_ids=run.token_ids.tolist(),
         log_probs=None if run.log_probs is None else run.log_probs.tolist(),
@@ -90,7 +87,6 @@ def of_run(run: TokenRun) -> TokenData:
 
 
 def of_generated(request: Request) -> TokenData:
-    """Return the data of all generated tokens."""
     log_probs = request.generated_log_probs
     return TokenData(
         token_ids=request.generated_tokens,
@@ -101,7 +97,8 @@ def of_generated(request: Request) -> TokenData:
 
 
 def of_prompt(request: Request) -> TokenData:
-    """Return the data of the prompt's tokens. The first one has no log-prob, rank or top: None."""
+    """Return the TokenData of the prompt. Log-prob, rank and alternatives of its first token are
+    None."""
     ids, log_probs = request.prompt_tokens.tolist(), request.prompt_log_probs
     count = len(ids) - 1
 
@@ -123,8 +120,8 @@ def text_of(
     with_special_tokens: bool,
     tokenizer: Tokenizer | None = None,
 ) -> str:
-    """Return the text of a finished request; "" if the LLM has no tokenizer. tokenizer: decodes
-    the tokens in place of the LLM's tokenizer; None for the LLM's."""
+    """Return the text of a finished request, or "" if the LLM has no tokenizer. `tokenizer`
+    replaces the LLM's tokenizer for decoding."""
     if tokenizer is None and with_special_tokens and state.llm.tokenizer is not None:
         tokenizer = state.texts.verbatim
     if tokenizer is None:
@@ -149,8 +146,8 @@ def streamed_text(
     with_special_tokens: bool,
     tokenizer: Tokenizer | None = None,
 ) -> StreamedText | None:
-    """Return a StreamedText for the tokens after `prompt`; None if the LLM has no tokenizer.
-    tokenizer: as for `text_of`."""
+    """Return a StreamedText for the tokens after `prompt`, or None if the LLM has no tokenizer.
+    `tokenizer` replaces the LLM's tokenizer for decoding."""
     if state.llm.tokenizer is None:
         return None
     if tokenizer is None:
@@ -161,8 +158,9 @@ def streamed_text(
 def weight_versions(
     state: ServerState, request: Request, num_tokens: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return runs [{"version", "start", "end"}] of the first `num_tokens` generated tokens (None:
-    all of them) by the label of the weights that sampled them."""
+    """Return [{"version": label, "start": ..., "end": ...}] for the first `num_tokens` generated
+    tokens, or for all if it is None. Each entry is a run of tokens that weights of one label
+    sampled."""
     start, end = len(request.prompt_tokens), request.num_tokens
     spans = request.stamped_policy_spans()
     return state.labels.runs(spans.slice(start, end if num_tokens is None else start + num_tokens))

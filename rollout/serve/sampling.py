@@ -1,8 +1,7 @@
-"""SamplingParams from the fields of a request, and checks of lengths against the context.
+"""Makes SamplingParams from the fields of a request, and checks lengths against the context.
 
 Used by `rollout.serve.openai` (chat, completions, reply, tokens_in_out) and
-`rollout.serve.sglang.generate`. Clients spell neutral values in many ways, which mean the same
-here. Pure functions.
+`rollout.serve.sglang.generate`. All functions are pure.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from rollout.serve.schemas import ReplyFields, SamplingFields
 from rollout.serve.state import ServerState
 
 _T = TypeVar("_T", int, float)
-# Above any vocabulary: some clients switch top_k off by 100000000 or 1 << 30.
+# Larger than any vocabulary. Some clients switch top_k off by 100000000 or 1 << 30.
 _NO_TOP_K = 2**20
 
 
@@ -34,13 +33,13 @@ def sampling_params_of(
 ) -> SamplingParams:
     """Return the parameters of one sample.
 
-    max_tokens: most generated tokens; None: as many as fit into the context.
-    num_logprobs: alternatives reported with each generated token; 0: only the token's own log-prob;
-        None: no log-probs.
-    num_prompt_logprobs: the same for tokens of the prompt.
-    with_ranks: whether ranks are reported, too.
+    max_tokens: most generated tokens. None allows as many as fit into the context.
+    num_logprobs: alternatives reported with each generated token. 0 reports only the token's own
+        log-prob, None no log-probs.
+    num_prompt_logprobs: alternatives reported with each prompt token, as `num_logprobs`.
+    with_ranks: whether token ranks are reported.
     cache_salt: see SamplingParams.
-    defaults: values of fields that the request leaves out; None: the server's.
+    defaults: values of fields that the request leaves out. None takes the server's defaults.
 
     Raises ApiError and InvalidRequestError for values out of range.
     """
@@ -74,7 +73,7 @@ def sampling_params_of(
 
 
 def _draw_of(fields: SamplingFields, defaults: SamplingDefaults) -> dict[str, Any]:
-    """Return the SamplingParams fields that choose a token. "Off" becomes 0 in top_p and top_k.
+    """Return the SamplingParams fields that choose a token, with 0 for "off" in top_p and top_k.
     Raises ApiError for a top_p or top_k out of range."""
     temperature = _or(fields.temperature, defaults.temperature)
     top_p = _or(fields.top_p, defaults.top_p)
@@ -107,17 +106,16 @@ def _stop_words(stop: str | list[str] | None) -> list[str] | None:
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """Return one salt made of both, so that requests share cached prefixes only if both are
+    """Return one salt made of both arguments. Requests share cached prefixes only if both are
     equal."""
     return cache_salt if extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | None) -> slice | None:
-    """Return the slice of a prompt that truncate_prompt_tokens keeps; None for the whole prompt.
-
-    It keeps the last tokens, with truncation_side="right" the first. -1 keeps as many as fit beside
-    `max_tokens` (None: beside one token). Raises ApiError for another number out of range.
-    """
+    """Return the slice of a prompt that truncate_prompt_tokens keeps, or None for the whole prompt.
+    The slice keeps the last tokens, or the first tokens if truncation_side is "right". A value of
+    -1 keeps as many tokens as fit beside `max_tokens`, or beside one token if that is None. Raises
+    ApiError for any other number out of range."""
     num_kept, longest = fields.truncate_prompt_tokens, state.max_model_len
     if num_kept is None:
         return None
@@ -133,15 +131,15 @@ def truncation_of(state: ServerState, fields: ReplyFields, max_tokens: int | Non
 
 
 def default_max_tokens(state: ServerState, num_prompt: int) -> int | None:
-    """Return the max_tokens of a request that gives none. None: as many as fit, also if the
-    server's default does not fit beside the prompt."""
+    """Return the max_tokens of a request that gives none. None allows as many tokens as fit. The
+    server's default is ignored if it does not fit into the context beside the prompt."""
     most = state.sampling_defaults.max_tokens
     return most if most is None or num_prompt + most <= state.max_model_len else None
 
 
 def check_length(state: ServerState, num_prompt: int, max_tokens: int | None) -> None:
-    """Raise ApiError if the prompt and `max_tokens` (None: one token) do not fit into the
-    context."""
+    """Raise ApiError if the prompt and `max_tokens` exceed the context. A `max_tokens` of None
+    counts as one token."""
     longest = state.max_model_len
     wanted = max_tokens or 0
     if num_prompt + wanted <= longest - (max_tokens is None):

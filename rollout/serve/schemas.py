@@ -1,7 +1,7 @@
-"""Bodies of the openai protocol, with the fields that clients of vLLM, SGLang and openai send.
+"""Request bodies of the openai protocol, with the fields that clients of vLLM and SGLang add.
 
-`rollout.serve.app` decodes them; `rollout.serve.openai` and `rollout.serve.sampling` read them;
-`rollout.serve.sglang.schemas` reuses annotations. Each neutral or refused field says why.
+`rollout.serve.openai` and `rollout.serve.sampling` read these structs. `rollout.serve.sglang`
+reuses SamplingFields and the annotations. The annotation of a field without effect says why.
 """
 
 from __future__ import annotations
@@ -52,10 +52,8 @@ TokensOut = Annotated[Any, refused("ask for ids with return_token_ids")]
 
 
 class SamplingFields(Fields, kw_only=True):
-    """Fields of all protocols that choose tokens and what is reported about them.
-
-    no_stop_trim: SGLang's name of include_stop_str_in_output.
-    """
+    """Fields of all protocols that control sampling. no_stop_trim is SGLang's name of
+    include_stop_str_in_output."""
 
     n: int | None = None
     max_tokens: int | None = None
@@ -107,8 +105,8 @@ class SamplingFields(Fields, kw_only=True):
 
 
 class StreamOptions(Fields, kw_only=True):
-    """Options of a stream. include_usage: whether a last chunk has the usage of all samples.
-    continuous_usage_stats: with include_usage, whether each chunk has its sample's usage so far."""
+    """Options of a stream. With include_usage, a last chunk has the usage of all samples. If
+    continuous_usage_stats is set, too, each chunk has its sample's usage so far."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -117,10 +115,8 @@ class StreamOptions(Fields, kw_only=True):
 
 
 class ReplyFields(SamplingFields, kw_only=True):
-    """Further fields that completions and chats have in common.
-
-    rid: SGLang's name of request_id. extra_key: SGLang's second cache_salt.
-    """
+    """Fields that completions and chats add to SamplingFields. rid is SGLang's name of request_id.
+    extra_key is a second cache_salt."""
 
     model: str | None = None
     request_id: str | None = None
@@ -185,7 +181,7 @@ class ReplyFields(SamplingFields, kw_only=True):
 
 
 class CompletionBody(ReplyFields, kw_only=True):
-    """POST /v1/completions. prompt_token_ids: our own field, in place of `prompt`."""
+    """Body of POST /v1/completions. prompt_token_ids has token ids in place of `prompt`."""
 
     prompt: PromptField | None = None
     echo: bool | None = None
@@ -193,13 +189,16 @@ class CompletionBody(ReplyFields, kw_only=True):
 
 
 class ChatBody(ReplyFields, kw_only=True):
-    """POST /v1/chat/completions.
+    """Body of POST /v1/chat/completions.
 
-    prompt_token_ids: our own field: the ids of the rendered conversation in place of `messages`, so
-        that earlier turns keep the ids that were sampled. input_ids: SGLang's name of it.
-    return_tokenized_data, return_raw_text: Megatron's fields of the message.
+    prompt_token_ids: token ids of the whole rendered conversation, in place of `messages`. Earlier
+        turns keep their sampled ids in this way.
+    input_ids: SGLang's name of prompt_token_ids.
+    return_tokenized_data, return_raw_text: Megatron's fields, which add ids and raw text to the
+        message.
     parallel_tool_calls: false returns only the first call.
-    include_reasoning: false omits thoughts. separate_reasoning: false leaves them in the content.
+    include_reasoning: false omits thoughts.
+    separate_reasoning: false leaves thoughts in the content.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -254,10 +253,8 @@ class ChatBody(ReplyFields, kw_only=True):
 
 
 class TokenSampling(SamplingFields, kw_only=True):
-    """`sampling_params` of GenerateBody.
-
-    logprobs: number of alternatives; 0: only the token's own log-prob.
-    """
+    """The object `sampling_params` in a GenerateBody. logprobs is the number of alternatives. 0
+    returns only the token's own log-prob."""
 
     logprobs: int | None = None
 
@@ -281,7 +278,7 @@ class TokenSampling(SamplingFields, kw_only=True):
 
 
 class GenerateBody(Fields, kw_only=True):
-    """POST /inference/v1/generate: tokens in, tokens out."""
+    """Body of POST /inference/v1/generate, which takes and returns token ids."""
 
     token_ids: list[int]
     sampling_params: TokenSampling = msgspec.field(default_factory=TokenSampling)
@@ -309,7 +306,7 @@ class GenerateBody(Fields, kw_only=True):
 
 
 class TokenizeBody(Fields, kw_only=True):
-    """POST /tokenize: a text (prompt) or a conversation (messages)."""
+    """Body of POST /tokenize, with a text in `prompt` or a chat in `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -332,7 +329,7 @@ class TokenizeBody(Fields, kw_only=True):
 
 
 class DetokenizeBody(Fields, kw_only=True):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: list[int]
     model: str | None = None

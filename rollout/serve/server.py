@@ -1,7 +1,7 @@
-"""Server: the HTTP server of one LLM, from listening to the drain.
+"""Server: listens for the HTTP requests of one LLM until it is stopped.
 
-Used by `rollout.apis.serving`. It makes the ServerState, and at the end closes the state's objects,
-but not the LLM.
+Used by `rollout.apis.serving`. A Server opens a TCP socket, makes and closes the ServerState, and
+handles SIGTERM and SIGINT in `run`. It never closes the LLM.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from rollout.tool_calls import UNKNOWN, format_of
 
 _logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("rollout.serve.http")  # receives aiohttp's own messages
-# Seconds that aborted requests may take to be answered once the drain is over.
+# Seconds to answer the requests that are aborted at the end of the drain.
 _LAST_ANSWERS_S = 5.0
 
 
 class _ClientFaults(logging.Filter):
-    """Logs an error of a malformed request or a cut connection in one line, without traceback."""
+    """Shortens errors of malformed requests and cut connections to one INFO line without
+    traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         fault = record.exc_info[1] if record.exc_info else None
@@ -58,12 +59,14 @@ _http_logger.addFilter(_ClientFaults())
 class Server:
     """Serves an LLM that has started, in the LLM's event loop.
 
-    lost: the error that ended the engines; None while they run.
+    lost: the error that ended the engines, or None while they run.
     """
 
     def __init__(self, llm: ServedLLM, config: ServeConfig, max_sequence_length: int) -> None:
-        """Make the state and the application; `start` listens. max_sequence_length: most tokens of
-        a sequence that the engines accept. Raises ConfigError and ModelError."""
+        """Make the server without listening. Raises ConfigError and ModelError.
+
+        max_sequence_length: most tokens of a sequence that the engines accept.
+        """
         self.config = config
         directory, recent = llm.model_directory, RecentSamples()
         template = load_template(llm.tokenizer, config.chat_template)
@@ -109,18 +112,16 @@ class Server:
 
     @property
     def is_listening(self) -> bool:
-        """Whether the server listens at `address`."""
         return bool(self._runner.addresses)
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the server."""
         host, port = self._runner.addresses[0][:2]
         return str(host), int(port)
 
     async def start(self) -> None:
-        """Begin to listen, until `stop` is called or the engines fail. Raises ConfigError if the
-        address is not free."""
+        """Begin to listen. Raises ConfigError if the address cannot be bound. The server stops by
+        itself if the engines fail."""
         config = self.config
         await self._runner.setup()
         self._site = web.TCPSite(
@@ -137,7 +138,6 @@ class Server:
         self._watching = asyncio.ensure_future(self._end_when_lost())
 
     def _report_format(self) -> None:
-        """Log the format of tool calls and thoughts. Warn if the template shows no known format."""
         template, shown = self.state.template, self.state.reply_format
         if template is None:
             return
@@ -145,13 +145,14 @@ class Server:
         is_guess = self.config.tool_call_parser == "auto" and shown.calls == UNKNOWN
         if is_guess and "tools" in (template.source or ""):
             _logger.warning(
-                "the chat template takes tools and shows no known format of calls, which are read "
-                "as <tool_call> tags or as JSON alone; set tool_call_parser to the model's format"
+                "the chat template takes tools but shows no known format of tool calls; "
+                "<tool_call> tags and plain JSON are read as calls; "
+                "set tool_call_parser to the model's format"
             )
 
     async def run(self) -> None:
-        """Wait until `stop` is called or the process gets SIGTERM or SIGINT, then stop. Raises the
-        error that ended the engines, if one did."""
+        """Wait for SIGTERM, SIGINT or a call of `stop`, then stop. Raises `lost` if the engines
+        have failed."""
         with self._stopping_on_signals():
             await self._stop_requested.wait()
         await self.stop()
@@ -159,14 +160,13 @@ class Server:
             raise self.lost
 
     async def _end_when_lost(self) -> None:
-        """Stop the server once the engines can answer no more requests."""
         self.lost = await self.state.llm.lost()
-        _logger.error("the server stops, since its engines failed; start it again: %s", self.lost)
+        _logger.error("the server stops because its engines failed; restart it: %s", self.lost)
         await self.stop(drain_timeout_s=0.0)
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """Request the stop on SIGTERM and SIGINT during the block. No-op outside the main
+        """Request the stop on SIGTERM and SIGINT during the block. Does nothing outside the main
         thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -183,8 +183,9 @@ class Server:
                 signal.signal(number, handler)
 
     async def stop(self, drain_timeout_s: float | None = None) -> None:
-        """Refuse new connections and requests, wait for running requests, and abort those that run
-        after `drain_timeout_s` seconds (None: the config's). A second call waits for the first."""
+        """Refuse new requests, wait for running requests, then abort the unfinished ones.
+        `drain_timeout_s` is the longest wait in seconds, by default `config.drain_timeout_s`. A
+        second call waits for the first one."""
         self._stop_requested.set()
         if self._stopping is None:
             seconds = self.config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s

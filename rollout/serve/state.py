@@ -1,7 +1,8 @@
-"""ServerState: the objects that the handlers of one server share. Route: a path and its handler.
+"""ServerState: the objects that one server's handlers share. Route: a path and its handler.
 
-`rollout.serve.server` makes the state once. All route modules of rollout.serve read it, as
-`request.app[STATE]`. Its fields never change; the objects in them have state of their own.
+`rollout.serve.server` makes the state. All route modules of rollout.serve define Routes, which
+`rollout.serve.app` registers, and read the state as `request.app[STATE]`. `rollout.apis.serving`
+imports ServerState.
 """
 
 from __future__ import annotations
@@ -28,22 +29,21 @@ from rollout.tool_calls import ReplyFormat
 
 
 class VersionLabels:
-    """Labels of weights versions, which clients set. Without a label a version has its number."""
+    """Labels that clients give to weights versions. The label of an unlabelled version is its
+    number."""
 
     def __init__(self) -> None:
         self._labels: dict[int, str] = {}
 
     def set(self, version: int, label: str) -> None:
-        """Set the label of `version`."""
         self._labels[version] = label
 
     def of(self, version: int) -> str:
-        """Return the label of `version`."""
         return self._labels.get(version, str(version))
 
     def runs(self, spans: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
-        """Return (start, end, version) spans as [{"version": label, "start", "end"}]. Neighbouring
-        spans with the same label become one."""
+        """Return (start, end, version) spans as [{"version": label, "start": ..., "end": ...}].
+        Neighbouring spans with the same label are merged."""
         runs: list[dict[str, Any]] = []
         for start, end, version in spans:
             label = self.of(version)
@@ -58,10 +58,10 @@ class VersionLabels:
 class ServerState:
     """The objects that the handlers of one server share.
 
-    created: start of the server, in seconds since 1970.
-    max_model_len: most tokens of prompt and output.
-    sampling_defaults: values of fields that clients of the openai protocol leave out.
-    template: the chat template; None without one.
+    created: Unix time in seconds at which the server was made.
+    max_model_len: most tokens of prompt and output together.
+    sampling_defaults: sampling values for fields that clients of the openai protocol leave out.
+    template: the chat template, or None if the model has none.
     reply_format: markup of the model's tool calls and thoughts.
     """
 
@@ -83,7 +83,7 @@ class ServerState:
     running: RunningSamples
 
     def require_model(self, name: str | None) -> None:
-        """Raise ApiError unless `name` is absent, empty, or a name of the served model."""
+        """Raise ApiError (404) if `name` is given and is no name of the served model."""
         if name and name not in (self.served_name, self.llm.model_directory):
             raise ApiError(
                 404,
@@ -94,7 +94,7 @@ class ServerState:
 
 STATE: web.AppKey[ServerState] = web.AppKey("state", ServerState)
 
-# Called with the request and its body, decoded as the Route's struct; None if it has no struct.
+# The second argument is the body as `Route.body`, or None if `Route.body` is None.
 Handler = Callable[[web.Request, Any], Coroutine[Any, Any, web.StreamResponse]]
 
 
@@ -103,13 +103,13 @@ class Route:
     """A path of a protocol, its handler, and the checks before the handler is called.
 
     summary: what a request does, for GET /openapi.json.
-    body: struct of the JSON body, an absent body being {}; None: the body is not read.
-    query: struct of the query's parameters; None: the query is not checked.
-    access: the key that is needed. Routes of Access.ADMIN are operations, which continue after
-        their client has disconnected.
-    errors: makes the JSON bodies of errors.
-    ends_with_client: whether an operation is cancelled when its client disconnects, because it
-        waits for the client's broadcasts.
+    body: struct of the JSON body, or None if the body is not read.
+    query: struct of the query's parameters, or None if the query is not checked.
+    access: the kind of key that a request needs. Access.ADMIN marks an operation, which continues
+        after its client disconnects.
+    errors: function that makes the JSON body of an error.
+    ends_with_client: whether an operation is cancelled when its client disconnects. Set for
+        operations that wait for the client's broadcasts.
     generates: whether a request needs a slot of the RequestLimiter.
     """
 
@@ -134,7 +134,7 @@ def get_route(
     access: Access = Access.INFERENCE,
     errors: ErrorForm = openai_form,
 ) -> Route:
-    """Return the route of a GET request, which changes nothing."""
+    """Return the Route of a GET request."""
     return Route(
         method="GET",
         path=path,
@@ -156,7 +156,7 @@ def admin_route(
     errors: ErrorForm = openai_form,
     ends_with_client: bool = False,
 ) -> Route:
-    """Return the route of an operation: a POST that needs the admin key. See Route."""
+    """Return the Route of an operation: a POST request that needs the admin key."""
     return Route(
         path=path,
         handler=handler,

@@ -1,7 +1,7 @@
-"""The tokenizer of a server: texts of single tokens, ids of prompts, and replies with tags.
+"""TokenTexts: a server's tokenizer, which encodes prompts and decodes tokens.
 
-Made by `rollout.serve.server` and used by the handlers of all protocols. Threads encode and decode
-long texts, so that the event loop serves other requests meanwhile.
+`rollout.serve.server` makes one, which handlers of all protocols and `rollout.serve.page` (recent,
+running) use. Long texts are encoded and decoded in threads, beside the event loop.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TypeVar
 from rollout.serve.errors import ApiError
 from rollout.text import HFTokenizer, Tokenizer, text_after
 
-# Characters or tokens above which a thread does the work. The tokenizer releases the GIL, and
-# encodes some 200,000 characters per second.
+# Most characters or tokens that are processed in the event loop. The tokenizer encodes some
+# 200,000 characters per second and releases the GIL.
 _LONG = 2000
 _NUM_THREADS = 2  # started when the first long text arrives
 _TOKENS_PER_PASS = 10_000
@@ -26,10 +26,10 @@ _T = TypeVar("_T")
 
 
 class TokenTexts:
-    """The tokenizer of an LLM, or its absence, and a cache of the texts of single tokens."""
+    """The tokenizer of an LLM, if it has one, and a cache of the texts of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_characters: int) -> None:
-        """Start with an empty cache. max_characters: most characters of one text to encode."""
+        """Start with an empty cache. `max_characters` is the longest text that `encode` accepts."""
         self._tokenizer, self._max_characters = tokenizer, max_characters
         self._texts: dict[int, str] = {}
         self._anchor: list[int] | None = None
@@ -38,26 +38,26 @@ class TokenTexts:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
-        """Cancel queued work and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The LLM's tokenizer. Raises ApiError without one."""
+        """Return the LLM's tokenizer. Raises ApiError if the LLM has none."""
         if self._tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; send token ids")
         return self._tokenizer
 
     @property
     def verbatim(self) -> Tokenizer:
-        """The tokenizer with special tokens in decoded text. Raises ApiError without a
-        tokenizer."""
+        """Return a tokenizer that keeps special tokens in decoded text. Raises ApiError if the LLM
+        has no tokenizer."""
         tokenizer = self.tokenizer
         return tokenizer.verbatim if isinstance(tokenizer, HFTokenizer) else tokenizer
 
     def showing(self, tags: frozenset[str]) -> TagTokenizer | None:
-        """Return a tokenizer whose decoded text shows those `tags` that are special tokens; None if
-        no tag is one, so that any tokenizer shows them."""
+        """Return a tokenizer that keeps `tags` in decoded text even if they are special tokens.
+        Returns None if none of the tags is a special token, because then every tokenizer keeps
+        them."""
         if tags not in self._showing:
             tokenizer, verbatim = self.tokenizer, self.verbatim
             special = frozenset(tag for tag in tags if _is_special(tag, tokenizer, verbatim))
@@ -65,8 +65,8 @@ class TokenTexts:
         return self._showing[tags]
 
     def of(self, token_id: int) -> str:
-        """Return the text that a token, special or not, adds to text before it. Incomplete
-        characters are U+FFFD. Without a tokenizer the text is "token_id:N"."""
+        """Return the text that a token adds after other text, special tokens included. An
+        incomplete character is U+FFFD. If there is no tokenizer, the text is "token_id:N"."""
         text = self._texts.get(token_id)
         if text is None:
             if self._tokenizer is None:
@@ -77,16 +77,16 @@ class TokenTexts:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token's text; for a part of a character, the part's bytes."""
+        """Return the UTF-8 bytes of a token's text, which can be a part of a character."""
         text = self.of(token_id)
         if "\ufffd" in text and isinstance(self._tokenizer, HFTokenizer):
             return self._tokenizer.token_bytes(token_id)
         return text.encode("utf-8", "replace")
 
     def pieces_of(self, token_ids: Sequence[int], *, more_follow: bool = False) -> list[str]:
-        """Return the piece of text of each token; joined they are the text. A character of several
-        tokens is in the last one's piece. more_follow: whether to leave out an incomplete character
-        at the end, which is U+FFFD otherwise."""
+        """Return the text piece of each token. The joined pieces are the whole text. The text of a
+        character that several tokens encode is in the last token's piece. With `more_follow`, an
+        incomplete character at the end is left out, else it is U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         pieces = [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
         if pieces and not more_follow:
@@ -94,8 +94,8 @@ class TokenTexts:
         return pieces
 
     async def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary writes them; their texts, if it is not an HFTokenizer.
-        The event loop serves other requests between passes over many ids."""
+        """Return the tokens as the vocabulary writes them, or their texts if the tokenizer is no
+        HFTokenizer. The event loop serves other requests between passes over many ids."""
         tokenizer, tokens = self.tokenizer, []
         for start in range(0, len(token_ids), _TOKENS_PER_PASS):
             ids = token_ids[start : start + _TOKENS_PER_PASS]
@@ -108,7 +108,7 @@ class TokenTexts:
 
     @property
     def _before(self) -> list[int]:
-        """Ids to put before a token: a decoder may strip the space of the first token."""
+        # A decoder may strip the space of the first token, so a token is decoded after these ids.
         if self._anchor is None:
             self._anchor = []
             with suppress(Exception):  # the tokenizer is the user's: it may raise anything
@@ -118,9 +118,9 @@ class TokenTexts:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Return the ids of each text. max_tokens: most tokens of a text; None for no limit. Raises
-        ApiError for a text that cannot be encoded, that has more than `max_characters` characters,
-        or that cannot have `max_tokens` or fewer tokens even if all were of the longest token."""
+        """Return the token ids of each text. Raises ApiError for a text that cannot be encoded, or
+        that has more than `max_characters` characters. It is also raised for a text that is too
+        long for `max_tokens` tokens, even if each were the vocabulary's longest token."""
         tokenizer = self.tokenizer
         for text in texts:
             self._check_length(text, max_tokens)
@@ -129,13 +129,13 @@ class TokenTexts:
         return await self._result_of(work, size, "the tokenizer cannot encode the prompt")
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included. Raises ApiError if that fails."""
+        """Return the text of tokens, special tokens included. Raises ApiError if decoding fails."""
         work = partial(self.verbatim.decode, token_ids)
         return await self._result_of(work, len(token_ids), "the tokens cannot be decoded")
 
     async def _result_of(self, work: Callable[[], _T], size: int, failure: str) -> _T:
-        """Call `work`, in a thread if `size` is large. Raises ApiError with `failure` and the error
-        of `work`."""
+        """Return the result of `work`, which runs in a thread if `size` is large. Raises ApiError
+        with `failure` and the error of `work`."""
         try:
             if size > _LONG:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
@@ -171,12 +171,10 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special: bool) -> l
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Return the number of characters of the longest token, 0 if it is not known."""
     return tokenizer.max_token_length if isinstance(tokenizer, HFTokenizer) else 0
 
 
 def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
-    """Return whether a tag is a special token, which `tokenizer` leaves out of decoded text."""
     try:
         ids = tokenizer.encode(tag)
         return any(verbatim.decode([i]) == tag and not tokenizer.decode([i]) for i in ids)
@@ -185,10 +183,12 @@ def _is_special(tag: str, tokenizer: Tokenizer, verbatim: Tokenizer) -> bool:
 
 
 class TagTokenizer:
-    """A tokenizer whose decoded text has the special tokens `tags`, and no other special tokens."""
+    """A tokenizer whose decoded text keeps the special tokens `tags` and omits all other special
+    tokens."""
 
     def __init__(self, tokenizer: Tokenizer, verbatim: Tokenizer, tags: frozenset[str]) -> None:
-        """Wrap `tokenizer`. verbatim: the same tokenizer, but with all special tokens in text."""
+        """Wrap `tokenizer`. `verbatim` is the same tokenizer, but keeps all special tokens in
+        decoded text."""
         self._tokenizer, self._verbatim, self.tags = tokenizer, verbatim, tags
         self.eos_id, self.bos_id = tokenizer.eos_id, tokenizer.bos_id
         self.vocab_size = tokenizer.vocab_size

@@ -1,6 +1,7 @@
-"""Tool calls and thoughts in replies of chat models: a table of formats, and a streaming reader.
+"""Finds tool calls and thoughts in replies of chat models.
 
 Used by `rollout.serve` (config, server, state, openai.chat) and by `trainer_hooks.environments`.
+`formats` is a table of the markup of model families. `reader` splits a reply by such markup.
 """
 
 from rollout.tool_calls.formats import (

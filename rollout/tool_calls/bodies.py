@@ -1,7 +1,7 @@
-"""Grammars of the content of a block of tool calls: JSON, Python calls, tagged parameters.
+"""Parses the content of a block of tool calls: JSON, Python calls or tagged parameters.
 
-Used by `rollout.tool_calls.formats`, whose table gives each format a grammar, and by
-`rollout.tool_calls.reader`. Nothing here keeps state.
+`rollout.tool_calls.formats` chooses a Body for each format. `rollout.tool_calls.reader` parses
+blocks with it. All functions are pure.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any, NoReturn, Protocol
 
 from rollout.tool_calls.scanning import BracketScan, Scan, ValueScan
 
-# JSON schemas of the parameters of each tool: tool name, parameter name, schema.
+# The JSON schema of each parameter: {tool name: {parameter name: schema}}.
 Schemas = Mapping[str, Mapping[str, Any]]
 _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCall:
-    """A call as a model wrote it. arguments: valid JSON text. id: None if the model wrote none."""
+    """A call as a model wrote it. `arguments` is valid JSON text. `id` is None if the model wrote
+    no id."""
 
     name: str
     arguments: str
@@ -32,27 +33,26 @@ class WrittenCall:
 
 
 class Body(Protocol):
-    """A grammar of the content of blocks."""
+    """The grammar of a block's content."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
-        """Return a scanner for the end of one block: at one of `closes`, or before one of
+        """Return a scanner that finds the end of a block: at one of `closes` or before one of
         `stops`."""
         ...
 
     def calls(self, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-        """Return the calls in a block's content. name: the tool, if markup before the block names
-        it. Raises ValueError for content that is not only calls.
-        """
+        """Return the calls in a block's content. Raises ValueError if it has other text than calls.
+        `name` is the tool if markup before the block names it, else None."""
         ...
 
     def is_whole(self, text: str) -> bool:
-        """Return whether the calls in `text` can be complete, if the block lacks its end tag."""
+        """Return whether the calls in `text` can be complete if the block lacks its end tag."""
         ...
 
 
 def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[WrittenCall]:
-    """Return the calls in a block's content; [] if `body` finds other text, or if UTF-8 cannot
-    encode the calls."""
+    """Return the calls in a block's content, or [] if `body` finds other text in it. Calls that
+    UTF-8 cannot encode also give []."""
     try:
         calls = body.calls(text, schemas, name)
         for call in calls:
@@ -67,11 +67,13 @@ def parsed(body: Body, text: str, schemas: Schemas, name: str | None) -> list[Wr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonBody:
-    """JSON objects with a name and arguments, in a row or in a list; or a name, then arguments.
+    """JSON objects with a name and arguments, in a row or in a list. Some formats write a name and
+    then the arguments as JSON.
 
-    head: pattern of a name before arguments, with a group `name` and perhaps a group `id`; None if
-    the format has no such calls. tail: pattern of text that may follow the arguments.
-    head_brackets: tags in a head whose brackets do not count as JSON.
+    head: pattern of a name before arguments, with the group `name` and optionally the group `id`.
+        None if the format has no such calls.
+    tail: pattern of text that can follow the arguments.
+    head_brackets: tags in a head whose brackets are no JSON.
     """
 
     head: str | None = None
@@ -105,7 +107,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-# Numbers stay text: they are checked and not converted, so that 1e400 is not infinite.
+# Numbers are checked but not converted, so that 1e400 does not become infinite.
 _DECODER = json.JSONDecoder(parse_float=str, parse_int=str, parse_constant=_refuse)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,;]*")
@@ -119,16 +121,13 @@ def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _checked_json(text: str) -> str:
-    """Return `text` if it is one JSON value, else raise ValueError."""
     _DECODER.decode(text)
     return text
 
 
 def _objects(text: str) -> Iterator[_Members]:
-    """Yield the spans of each object's values, for objects in a row or in a list.
-
-    Raises ValueError for any other text.
-    """
+    """Yield the spans of each object's values. Objects come in a row or in a list. Raises
+    ValueError for any other text."""
     if not text.startswith("["):
         at = 0
         while at < len(text):
@@ -188,7 +187,7 @@ def _call_of(text: str, members: _Members) -> WrittenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonBody:
-    """Calls in Python's syntax, in a list: [get_weather(city="Oslo"), now()]."""
+    """A list of calls in Python's syntax, such as `[get_weather(city="Oslo"), now()]`."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         return BracketScan("'\"", closes, stops, (), must_begin=not closes)
@@ -204,7 +203,7 @@ class PythonBody:
 
 
 def _python(text: str) -> ast.expr:
-    """Return `text` parsed as one Python expression. Raises ValueError for any other text."""
+    """Return `text` as one Python expression. Raises ValueError for any other text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a string
@@ -270,14 +269,14 @@ def _dumped(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBody:
-    """A tool's name, then its parameters between tags, with values that have no quotes.
+    """A tool's name, then its parameters between tags. The values have no quotes.
 
-    call: pattern at the start of a call, whose first group is the tool's name.
-    call_end: tag at the end of a call; "" if a call ends with its block.
-    key: pattern before a value, whose first group is the parameter's name.
+    call: pattern at the start of a call. Its first group is the tool's name.
+    call_end: tag at the end of a call, or "" if a call ends with its block.
+    key: pattern before a value. Its first group is the parameter's name.
     key_start: text with which `key` begins.
     value_end: tag after a value.
-    strips_lines: whether a line break at either end of a value belongs to the tags.
+    strips_lines: whether one line break at each end of a value belongs to the tags.
     """
 
     call: str
@@ -306,7 +305,7 @@ class ParameterBody:
         return calls
 
     def _arguments(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[str, int]:
-        """Return the arguments of a call as JSON, and the index after the call. Raises
+        """Return the arguments of a call as JSON and the index after the call. Raises
         ValueError."""
         values: dict[str, str] = {}
         key = re.compile(self.key)
@@ -320,8 +319,8 @@ class ParameterBody:
         return "{" + ", ".join(f"{_dumped(k)}: {v}" for k, v in values.items()) + "}", at
 
     def _value_end(self, text: str, at: int) -> tuple[int, int]:
-        """Return the index after the value at `at`, and the index after the value's end tag. An end
-        tag counts if another parameter or the end of the call follows it."""
+        """Return the index after the value at `at` and the index after its end tag. An end tag
+        counts only before another parameter or the end of the call."""
         while (end := text.find(self.value_end, at)) >= 0:
             at = end + len(self.value_end)
             after = _after(_SPACE, text, at)
@@ -348,13 +347,10 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def typed_json(text: str, schema: Any) -> str:
-    """Return the text of a parameter as JSON of the type that `schema` declares.
-
-    If only a string is declared, all text becomes a string. Otherwise JSON is returned as written,
-    without the white space around it; but JSON of no declared type becomes a string if a string is
-    declared. Python's spelling of a declared type (True, None, a list or dict) becomes JSON. Other
-    text becomes a string.
-    """
+    """Return the text of a parameter as JSON of a type that `schema` declares. If only a string is
+    declared, all text becomes a string. Otherwise JSON text is kept, without white space around it.
+    JSON text of no declared type becomes a string if a string is declared. Python's spelling of a
+    declared type (True, None, a list, a dict) becomes JSON. Any other text becomes a string."""
     declared = _declared_types(schema)
     if declared == {"string"}:
         return _dumped(text)
@@ -374,7 +370,8 @@ def _short_int(digits: str) -> int:
 
 
 def _json_text(text: str, declared: set[str]) -> str | None:
-    """Return `text` as JSON, if it is JSON or Python's spelling of a declared type; else None."""
+    """Return `text` as JSON, or None if it is neither JSON nor Python's spelling of a declared
+    type."""
     stripped = text.strip()
     with suppress(ValueError, RecursionError):
         return _checked_json(stripped)
@@ -389,8 +386,7 @@ def _json_text(text: str, declared: set[str]) -> str | None:
 
 
 def _declared_types(schema: Any) -> set[str]:
-    """Return the names of the types that a JSON schema declares; an empty set if it declares
-    none."""
+    """Return the names of the types that a JSON schema declares, which can be none."""
     if not isinstance(schema, dict):
         return set()
     own = schema.get("type")

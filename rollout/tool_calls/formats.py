@@ -1,7 +1,7 @@
-"""A table of the formats in which chat models write thoughts and tool calls.
+"""A table of the formats in which model families write thoughts and tool calls.
 
-`format_of` chooses a format by a chat template's text. Used by `rollout.tool_calls.reader`, and
-through `rollout.tool_calls` by `rollout.serve` and `trainer_hooks.environments`.
+Used by `rollout.tool_calls.reader`, and through `rollout.tool_calls` by `rollout.serve` and
+`trainer_hooks.environments`. `format_of` chooses a format by the text of a chat template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollout.tool_calls.bodies import Body, JsonBody, ParameterBody, PythonBody
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """Tags around a model's thoughts. hint: text by which a chat template is known to use them."""
+    """Tags around a model's thoughts. A chat template with the text `hint` uses these tags."""
 
     name: str
     open: str
@@ -25,12 +25,14 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """Markup of replies that are several messages, each with a header: OpenAI's harmony.
+    """Markup of replies that consist of several messages with headers, as in OpenAI's harmony.
 
-    starts: tags before a header. end: tag after a header. closes: tags after a message.
-    recipient: pattern of a call's header, whose first group is the tool's name.
-    thought: pattern of the header of thoughts.
-    prompt: beginning of the reply's first header, which is written at the end of the prompt.
+    starts: tags before a header.
+    end: tag after a header.
+    closes: tags after a message.
+    recipient: pattern of the header of a call. Its first group is the tool's name.
+    thought: pattern of the header of a thought.
+    prompt: text at the end of the prompt with which the first header begins.
     """
 
     starts: tuple[str, ...]
@@ -45,18 +47,18 @@ class Messages:
 class CallFormat:
     """The markup in which a family of models writes tool calls.
 
-    name: value of the setting `tool_call_parser` that chooses it.
+    name: value of the setting `tool_call_parser` that chooses this format.
     body: grammar of a block's content.
-    opens, closes: tags around a block of calls, anywhere in the content. Without `closes` a block
-        ends with its brackets.
-    bare: text that begins a block without a tag; its last character, a bracket, belongs to the
-        block. It counts only at the start of the reply, or after a thought or a call.
-    separators: characters that may stand between blocks without tags.
-    ignored: further tags outside blocks, which are left out of the content.
+    opens, closes: tags before and after a block of calls. If `closes` is empty, a block ends with
+        its brackets.
+    bare: text that begins a block without a tag. Its last character is a bracket and belongs to the
+        block. It counts only at the start of the reply or after a thought or a call.
+    separators: characters that can stand between blocks without tags.
+    ignored: further tags outside blocks, which the content omits.
     other_tags: tags inside blocks.
-    messages: markup of replies that are several messages; None for other replies.
-    hints: a template has this format if it contains all texts of one of these lists.
-    id_length: length of call ids that the family's templates require; 0 for any.
+    messages: markup of replies of several messages, or None.
+    hints: lists of texts. A template that contains all texts of one list has this format.
+    id_length: length that the family's templates require of call ids, or 0 for any length.
     limits: what the format cannot express, in words for the log.
     """
 
@@ -101,7 +103,7 @@ _TAGGED_JSON = CallFormat(
     body=JsonBody(),
     hints=(("<tool_call>",),),
 )
-# In the order in which a template's hints are tried, the most particular first.
+# The hints are tried in this order, the most specific format first.
 CALL_FORMATS = (
     CallFormat(
         name="openai",  # GPT-OSS
@@ -229,7 +231,7 @@ CALL_FORMATS = (
     ),
     _TAGGED_JSON,
 )
-# For templates without a known format: tags of Hermes, or JSON alone.
+# The format for templates without known markup: <tool_call> tags, or plain JSON.
 UNKNOWN = replace(_TAGGED_JSON, name="json", bare="{", separators=";", hints=(), limits=_MUST_BEGIN)
 TOOL_CALL_PARSERS = ("auto", "none", *(each.name for each in (*CALL_FORMATS, UNKNOWN)))
 REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
@@ -239,8 +241,9 @@ REASONING_PARSERS = ("auto", "none", *(each.name for each in THOUGHTS))
 class ReplyFormat:
     """The markup of a model's replies.
 
-    calls, thoughts: their markup; None if they are not looked for. markers: all tags, which must
-    stay in decoded text even if they are special tokens.
+    calls: markup of tool calls, or None if calls are not parsed.
+    thoughts: markup of thoughts, or None if thoughts are not parsed.
+    markers: all tags, which decoded text must keep even if they are special tokens.
     """
 
     calls: CallFormat | None = None
@@ -258,7 +261,7 @@ class ReplyFormat:
         object.__setattr__(self, "markers", frozenset(markers))
 
     def summary(self) -> str:
-        """Return one line for the log: the formats, and their limits."""
+        """Return one line for the log: the formats and their limits."""
         calls, thoughts = self.calls, self.thoughts
         read = "are not looked for" if calls is None else f"are read as {calls.name}"
         limits = f" ({calls.limits})" if calls is not None and calls.limits else ""
@@ -270,7 +273,7 @@ class ReplyFormat:
         return f"tool calls {read}{limits}; thoughts {shown}"
 
     def without_calls(self) -> ReplyFormat:
-        """Return the format for a request without tools. Headers of messages are still read."""
+        """Return the format for a request without tools. It still parses headers of messages."""
         keeps = self.calls is not None and self.calls.messages is not None
         return self if keeps else ReplyFormat(thoughts=self.thoughts)
 
@@ -279,8 +282,8 @@ class ReplyFormat:
         return ReplyFormat(calls=self.calls)
 
     def begun_by(self, prompt: str, content: str = "") -> str:
-        """Return the thought tag or message header that the prompt leaves open; "" if none. The
-        reply continues it. content: text of the last message, if the reply continues that."""
+        """Return the thought tag or message header that the prompt leaves open, or "". `content` is
+        the text of the last message if the reply continues it."""
         messages = None if self.calls is None else self.calls.messages
         if messages is not None:
             _, start, begun = prompt.rpartition(messages.prompt)
@@ -298,8 +301,10 @@ def format_of(
 ) -> ReplyFormat:
     """Return the reply format of the model with this chat template.
 
-    tool_call_parser, reasoning_parser: name of a format; "none"; or "auto" to choose by the
-    template's text. If no format fits, "auto" chooses UNKNOWN for calls and None for thoughts.
+    tool_call_parser, reasoning_parser: name of a format, "none", or "auto" to choose by the
+        template's text. If no format fits, "auto" chooses UNKNOWN for calls and does not parse
+        thoughts.
+
     Raises ConfigError for an unknown name.
     """
     source = template or ""
@@ -331,7 +336,7 @@ def _thoughts_in(template: str) -> Thoughts | None:
 
 
 def header_of(messages: Messages, header: str) -> tuple[str | None, bool]:
-    """Return the tool that a message calls (None if it calls none), and whether the message is a
+    """Return the name of the tool that a message calls, or None, and whether the message is a
     thought."""
     recipient = re.search(messages.recipient, header)
     is_thought = re.search(messages.thought, header) is not None

@@ -1,10 +1,7 @@
-"""ReplyReader: splits a reply into content, thoughts and tool calls while its text comes in pieces.
+"""ReplyReader: splits a streamed reply into content, thoughts and tool calls.
 
-Used by `rollout.serve.openai.chat` (ReplyReader) and `trainer_hooks.environments` (`read_reply`,
-`tool_names`). A reader keeps the state of one reply and changes nothing else. It parses all formats
-of `formats.py` itself, because no library that streams all of them runs on Python 3.10 without the
-packages of a trainer. Its tests compare it with libraries that parse whole replies (renderers,
-transformers).
+Used by `rollout.serve.openai.chat` (ReplyReader, Reply) and `trainer_hooks.environments`
+(`read_reply`, `tool_names`, ToolCall). Tests compare it with libraries that parse whole replies.
 """
 
 from __future__ import annotations
@@ -28,15 +25,15 @@ _MAX_HEADER = 200  # characters
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call. arguments: JSON text."""
+    """A tool call. `arguments` is JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def as_json(self, index: int | None = None) -> dict[str, Any]:
-        """Return the call in OpenAI's form. index: position of the call in a streamed reply; None
-        for a whole message, which has no `index` key."""
+        """Return the call in OpenAI's form. `index` is its position in a streamed reply, or None
+        for a whole message, in which calls have no `index`."""
         call = {
             "id": self.id,
             "type": "function",
@@ -49,8 +46,9 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Reply:
     """A reply, or a part of it.
 
-    reasoning: text of the thoughts. malformed: blocks with the tags of calls but without a valid
-    call, if the reader has `lists_malformed`; otherwise they stay in `content`.
+    reasoning: text of the thoughts.
+    malformed: blocks with the tags of calls but without a valid call. Only a reader that was made
+        with `lists_malformed` fills it. Other readers leave such blocks in `content`.
     """
 
     content: str = ""
@@ -74,18 +72,19 @@ class _Region(Enum):
     BLOCK = auto()
 
 
-class _Flow:
-    """Removes the white space beside markup from content or thoughts. Markup between two texts
-    becomes a line break."""
+class _TrimmedText:
+    """Removes white space beside markup from streamed text, and puts a line break in place of
+    markup."""
 
     def __init__(self, *, is_after_markup: bool) -> None:
         self._is_after_markup = is_after_markup
-        self._space = ""  # returned once text follows
+        self._space = ""  # white space that is returned once text follows
         self._is_empty = True
-        self.is_fresh = True  # no text since the beginning, or the last markup
+        self.is_fresh = True  # no text came since the beginning or the last markup
 
     def add(self, text: str) -> str:
-        """Add text and return it. White space at its end is held back until more text follows."""
+        """Return `text` without white space beside markup. White space at its end is held back and
+        comes with the next text."""
         if self._is_after_markup:
             text = text.lstrip()
             if not text:
@@ -101,11 +100,11 @@ class _Flow:
         return shown
 
     def cut(self) -> None:
-        """Record markup after the text so far. Drops the white space before it."""
+        """Drop the white space that is held back, because markup follows."""
         self._space, self._is_after_markup, self.is_fresh = "", True, True
 
     def rest(self) -> str:
-        """Return the white space that is held back. Call it at the end of a reply."""
+        """Return the white space that is held back, for the end of a reply."""
         rest, self._space = self._space, ""
         return rest
 
@@ -116,9 +115,10 @@ def _pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class ReplyReader:
-    """Reads one reply. Text that may be or begin markup is held back until more text decides.
+    """Reads one reply in pieces. Text that can be the beginning of markup is held back until more
+    text comes.
 
-    A block without a valid call is content. Blocks of calls in a thought stay in the thought.
+    A block without a valid call is content. A block of calls in a thought stays in the thought.
 
     num_calls: number of calls returned so far.
     """
@@ -135,12 +135,12 @@ class ReplyReader:
     ) -> None:
         """Prepare for one reply.
 
-        tools: the tools that may be called, as schemas in OpenAI's form.
+        tools: the tools that the model can call, as schemas in OpenAI's form.
         any_name: whether calls of other tools are valid, too.
-        lists_malformed: whether `malformed` gets tagged blocks without a valid call, instead of the
-            content.
+        lists_malformed: whether tagged blocks without a valid call go to `malformed` instead of
+            `content`.
         special: texts of special tokens, which are removed from content and thoughts.
-        max_calls: number of calls to return; later ones are dropped. None for no limit.
+        max_calls: most calls to return, or None for all. Later calls are dropped.
         """
         self._schemas = schemas_of(tools)
         self._any_name, self._lists_malformed = any_name, lists_malformed
@@ -153,18 +153,18 @@ class ReplyReader:
         self._max_calls = max_calls
         self._held = ""
         self._region = _Region.CONTENT
-        self._content = _Flow(is_after_markup=False)
-        self._reasoning = _Flow(is_after_markup=True)
+        self._content = _TrimmedText(is_after_markup=False)
+        self._reasoning = _TrimmedText(is_after_markup=True)
         self._follows_call = False
         self._scan: Scan | None = None
         self._body_start = 0
         self._has_tag = False
-        self._tool: str | None = None  # named by the header of a message
+        self._tool: str | None = None  # the tool that a message's header names
         self._ids: set[str] = set()
         self.num_calls = 0
 
     def push(self, text: str) -> Reply:
-        """Add text and return the new part of the reply, without text that is held back."""
+        """Add text and return the new part of the reply, without the text that is held back."""
         self._held += text
         reply = Reply()
         while self._step(reply, is_last=False):
@@ -172,14 +172,14 @@ class ReplyReader:
         return reply
 
     def finish(self) -> Reply:
-        """Return the rest of the reply. A complete call is valid even without its end tag."""
+        """Return the last part of the reply. A complete call is valid even if its end tag is
+        missing."""
         reply = Reply()
         while self._step(reply, is_last=True):
             pass
         return reply
 
     def _set_tags(self) -> None:
-        """Set the tags to look for in content, at its beginning, and in thoughts."""
         calls, messages, thoughts = self._calls, self._messages, self._thoughts
         starts = () if messages is None else messages.starts
         ends = () if messages is None else (*messages.closes, messages.end)
@@ -214,7 +214,7 @@ class ReplyReader:
                 return is_open
         match = _pattern(self._in_content).search(self._held) if self._in_content else None
         if match is None:
-            # At the end of a reply, a cut tag is left out only after a call.
+            # At the end of a reply, an incomplete tag is dropped only after a call.
             may_begin = not is_last or (self._follows_call and self._content.is_fresh)
             num_held = num_begun(self._held, self._in_content) if may_begin else 0
             end = len(self._held) - num_held
@@ -236,8 +236,8 @@ class ReplyReader:
         return True
 
     def _open_at_start(self, is_last: bool) -> bool | None:
-        """Begin a thought, or a block without a tag, if the held text begins with one. Return True
-        if it does, None if it does not, and False if more text must decide."""
+        """Begin a thought or an untagged block if the held text begins with one. Return True if it
+        does, False if more text must decide, and None otherwise."""
         after = self._held.lstrip()
         if self._follows_call and self._calls.separators:
             after = self._held.lstrip(string.whitespace + self._calls.separators)
@@ -281,7 +281,7 @@ class ReplyReader:
             self._region = _Region.CONTENT
             self._follows_call = False
             if self._messages is not None and match.group() in self._messages.starts:
-                return True  # the next header
+                return True  # the tag begins the next header
         self._taken(len(match.group()))
         return True
 
@@ -331,21 +331,18 @@ class ReplyReader:
         return True
 
     def _last_end(self) -> End:
-        """Return the end of a block that is open when the reply ends. A block with complete calls
-        is the whole rest. Another block ends at the first end tag, even if that is in a string.
-        Without an end tag it is the whole rest, and has an empty body."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]
         if self._calls.body.is_whole(body) and self._calls_in(body):
             return End(end, size)
+        # Without complete calls, an end tag counts even inside a string.
         match = _pattern(closes).search(self._held, self._body_start)
         if match is None:
             return End(self._body_start, size)  # an empty body, which has no call
         return End(match.start(), match.end())
 
     def _calls_in(self, body: str) -> list[WrittenCall]:
-        """Return the calls of a block; [] if it is malformed or calls an unknown tool."""
         calls = parsed(self._calls.body, body, self._schemas, self._tool)
         is_known = self._any_name or all(call.name in self._schemas for call in calls)
         return calls if is_known else []
@@ -380,7 +377,7 @@ class ReplyReader:
 
 
 class _NoBody:
-    """The body of a format without blocks; never called."""
+    """The body of a format without blocks. No method of it is ever called."""
 
     def scan(self, closes: Sequence[str], stops: Sequence[str]) -> Scan:
         raise AssertionError("no tag begins a block")
@@ -398,27 +395,25 @@ _NO_BODY = _NoBody()
 def read_reply(
     reply_format: ReplyFormat, text: str, tools: Iterable[Any] = (), *, begun: str = ""
 ) -> Reply:
-    """Return a whole reply, read by ReplyReader. Calls of any tool are valid. Tagged blocks without
-    a valid call are in `malformed`. begun: open markup at the end of the prompt, as
-    ReplyFormat.begun_by returns it."""
+    """Return the parts of a whole reply. Calls of any tool are valid, and `malformed` is filled.
+    `begun` is the markup that the prompt leaves open, from `ReplyFormat.begun_by`."""
     reader = ReplyReader(reply_format, tools, any_name=True, lists_malformed=True)
     reader.push(begun)
     return reader.push(text) + reader.finish()
 
 
 def _functions(tools: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """Return the well-formed functions among `tools`, which may hold any JSON."""
+    """Return the well-formed functions among `tools`, which can be any JSON."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
     return [f for f in functions if isinstance(f, Mapping) and isinstance(f.get("name"), str)]
 
 
 def tool_names(tools: Iterable[Any] | None) -> list[str]:
-    """Return the names of the functions among `tools`."""
     return [function["name"] for function in _functions(tools or ())]
 
 
 def schemas_of(tools: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """Return {function: {parameter: JSON schema}} of the functions among `tools`."""
+    """Return {function: {parameter: JSON schema}} for the functions among `tools`."""
     schemas = {}
     for function in _functions(tools):
         parameters = function.get("parameters")

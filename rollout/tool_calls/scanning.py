@@ -1,12 +1,11 @@
-"""Scanners that find the end of a block of tool calls while its text comes in pieces.
+"""Scanners that find the end of a block of tool calls in a streamed reply.
 
-Used by `rollout.tool_calls.bodies`, which creates a scanner for each block, and by
-`rollout.tool_calls.reader`, which calls it after each piece. A scanner keeps its position in the
-block, so the work for a piece does not grow with the block. It changes nothing else. A tag inside a
-string or a value is text.
+`rollout.tool_calls.bodies` makes a scanner for each block. `rollout.tool_calls.reader` calls the
+scanner after each piece of text. A scanner continues where it stopped, and ignores tags inside
+strings or values.
 
-Arguments of the scanners: `closes` are the block's end tags. `stops` are tags of the text after the
-block: they end the block too, but are not part of it.
+The scanners' argument `closes` has the end tags of the block. `stops` has tags that also end the
+block, but do not belong to it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a block ends.
-
-    body: index after its content. block: index after the whole block, with its end tag, if any.
-    """
+    """The end of a block: `body` is the index after its content, `block` the index after its end
+    tag."""
 
     body: int
     block: int
@@ -35,15 +32,16 @@ class Scan(Protocol):
     def find(self, text: str, start: int, *, is_last: bool) -> End | None:
         """Return the end of the block, or None if more text is needed.
 
-        text: the block so far, its tag included. start: index of the block's content.
+        text: the block so far, with its tag.
+        start: index of the block's content.
         is_last: whether no more text follows.
         """
         ...
 
 
 def any_of(literals: Iterable[str]) -> str:
-    """Return a pattern that matches any of the literals and prefers the longest. Without literals
-    the pattern never matches."""
+    """Return a pattern that matches any of the literals, the longest first, or never if there are
+    none."""
     return "|".join(map(re.escape, sorted(literals, key=len, reverse=True))) or r"(?!)"
 
 
@@ -54,7 +52,8 @@ def _begun_pattern(literals: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def num_begun(text: str, literals: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of a literal."""
+    """Return the length of the longest suffix of `text` that begins a literal without completing
+    it."""
     longest = max(map(len, literals), default=1) - 1
     match = _begun_pattern(literals).search(text, max(0, len(text) - longest))
     return 0 if match is None else len(text) - match.start()
@@ -73,9 +72,10 @@ class BracketScan:
     """Finds the end of a block of JSON or Python literals by its strings and brackets.
 
     With `closes`, the first end tag outside a string ends the block. Without `closes`, the bracket
-    that matches the first bracket ends it. A line break in a string is an error. After an error the
-    block ends with its first end tag, even one inside a string, or after the line break if there
-    are no `closes`.
+    that matches the first bracket ends it.
+
+    A line break in a string is an error. After an error the block ends with its first end tag, even
+    if that tag is inside a string. Without `closes` it ends after the line break.
     """
 
     def __init__(
@@ -87,8 +87,12 @@ class BracketScan:
         *,
         must_begin: bool,
     ) -> None:
-        """Set the grammar. quotes: characters around strings. skipped: literals whose brackets do
-        not count. must_begin: whether a block that does not begin with { or [ is empty."""
+        """Set the grammar.
+
+        quotes: characters that begin and end strings.
+        skipped: literals whose brackets do not count.
+        must_begin: whether a block that does not begin with { or [ is empty.
+        """
         self._closes, self._stops = tuple(closes), tuple(stops)
         self._literals = (*closes, *stops, *skipped)
         self._must_begin = must_begin
@@ -155,12 +159,9 @@ class BracketScan:
 
 
 class ValueScan:
-    """Finds the end of a block of tagged values.
-
-    `key` is the pattern of the tag before a value, `value_end` the tag after it. A value ends with
-    the first `value_end` that is followed, after spaces, by one of `followers` (the beginning of a
-    key, an end tag) or by the end of the text. Any other `value_end` is text of the value.
-    """
+    """Finds the end of a block of tagged values. `key` is the pattern of the tag before a value,
+    and `value_end` is the tag after it. A `value_end` counts only at the end of the text, or if one
+    of `followers` comes next after optional white space."""
 
     def __init__(
         self,

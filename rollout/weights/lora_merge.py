@@ -1,15 +1,15 @@
 """Merging of a LoraAdapter into plain weights: base + scale * (B @ A), in float32, cast once.
 
-Used by ServedWeights while it stages an adapter, and by `trainer_hooks.weight_sync.sources` for
-trainers that push merged tensors. Changes no tensor that it is given. Shape letters: R rank, N out
-features, K in features of a layer.
+Used by ServedWeights while it stages an adapter, by `rollout_vllm.adapters`, and by
+`trainer_hooks.weight_sync.sources` for trainers that push merged tensors. Changes no tensor that it
+is given. Shape letters: R rank, N out features, K in features of a layer.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,8 +30,7 @@ _SUMMED_AT_ONCE = 1 << 16  # values, which fit into a core's cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedWeights:
-    """A rank's parts of the weights of an update with an adapter. Empty for updates without an
-    adapter.
+    """A rank's parts of weights with a merged adapter. Empty for updates without an adapter.
 
     `tensors` has new values by weight name. `bases` has the adapted weights without the adapter, on
     the host. `follows_served` says whether the adapter was merged into the served weights. If so,
@@ -68,11 +67,12 @@ def check_targets(pairs: Mapping[str, LoraPair], model: CausalLM) -> None:
                 f"{pair.names[0]!r} adapts {name!r}, which is tied to another layer; leave it out "
                 "of target_modules, or set tie_word_embeddings to false"
             )
-        _check_fit(pair, slots[name])
+        check_fit(pair, slots[name].shape)
 
 
-def _check_fit(pair: LoraPair, slot: WeightSlot) -> None:
-    num_outputs, num_inputs = slot.shape
+def check_fit(pair: LoraPair, shape: Sequence[int]) -> None:
+    """Raise WeightUpdateError unless B @ A has the shape of the adapted weight."""
+    num_outputs, num_inputs = shape
     for name, given, size, what in (
         (pair.names[0], pair.a_RK.shape[1], num_inputs, "in"),
         (pair.names[1], pair.b_NR.shape[0], num_outputs, "out"),
@@ -90,11 +90,10 @@ def adapt_served(
     check: Callable[[], None],
     memory: StagingMemory,
 ) -> AdaptedWeights:
-    """Replace the served adapter: return new values of the weights that the old or new adapter
-    changes.
+    """Return new values of the weights that the served or the new adapter changes.
 
     `pairs` is the new adapter. `bases` has the weights that the served adapter changes, without
-    that adapter. Weights that only the served adapter changes get their values in `bases` back.
+    that adapter. Weights that only the served adapter changes return to their `bases`.
     `check` is called before each weight, and can raise to cancel. The merged weights are kept in
     `memory`.
     """

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ def _server_config(server: VllmServer) -> dict[str, Any]:
             f"the vLLM server has data_parallel_size={num_servers}; start that many servers, each "
             "with an engine beside it"
         )
+    if config["speculative_config"] and config["device_config"]["device"] == "cpu":
+        raise ConfigError(
+            "the vLLM server has speculative decoding on a CPU, where vLLM verifies drafts with wrong "
+            "temperatures; start it without"
+        )
     mode = config["model_config"]["logprobs_mode"]
     if mode not in LOGPROBS_MODES:
         raise ConfigError(
@@ -189,6 +195,24 @@ def _server_config(server: VllmServer) -> dict[str, Any]:
             f"--logprobs-mode {LOGPROBS_MODES[0]} or {LOGPROBS_MODES[1]}"
         )
     return config
+
+
+def _check_reload(directory: Path, names: Sequence[str], device: str) -> None:
+    """Raise ConfigError for a model that vLLM's reload leaves with old weights. `names`: the
+    checkpoint's tensors."""
+    config = read_config(directory)
+    has_experts = any(config.get(name) for name in _EXPERTS)
+    is_tied = config.get("tie_word_embeddings") or not any("lm_head" in name for name in names)
+    if has_experts:
+        kind = "a mixture of experts"
+    elif is_tied and device == "cpu":
+        kind = "a model with tied embeddings on a CPU"
+    else:
+        return
+    raise ConfigError(
+        f"{directory} is {kind}: vLLM's own reload was seen to leave old weights in it; use "
+        "engine='vllm', which mends that"
+    )
 
 
 def _engine_over(
@@ -202,12 +226,6 @@ def _engine_over(
     """Return an engine whose parts use `server`."""
     updates_directory = _updates_directory(options)
     theirs = _server_config(server)
-    model_config = read_config(directory)
-    if kinds := [name for name in _EXPERTS if model_config.get(name)]:
-        raise ConfigError(
-            f"{directory} is a mixture of experts ({kinds[0]}={model_config[kinds[0]]}): vLLM's "
-            "reload was seen to leave wrong experts; use engine='vllm'"
-        )
     name = uuid.uuid4().hex[:12]
     executor = ServerExecutor(
         server,
@@ -218,6 +236,7 @@ def _engine_over(
         update_timeout_s=options.update_timeout_s,
         reject_non_finite=config.reject_non_finite_weights,
     )
+    _check_reload(directory, executor.names, theirs["device_config"]["device"])
     executor.start(directory)
     model, scheduling = theirs["model_config"], theirs["scheduler_config"]
     max_running = min(config.max_requests or scheduling["max_num_seqs"], scheduling["max_num_seqs"])
@@ -407,7 +426,8 @@ def _facts(
             "KV mode": "offload",
             "release": "weights",
             "requests": "prompt log-probs, presence_penalty, frequency_penalty, images",
-            "updates": "LoRA adapters, mixtures of experts",
+            "models": "mixtures of experts; with tied embeddings on a CPU",
+            "updates": "LoRA adapters",
             "settings": "prefix_reuse_across_versions, record_routing",
         },
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout import (
     AsyncLLM,
@@ -18,9 +19,14 @@ from rollout import (
     SamplingParams,
     WeightUpdateError,
 )
+from rollout.apis.weight_push import WeightPush
+from rollout.control.reports import WeightUpdateReport
 from rollout.coordinator.core.context import CoordinatorLimits
+from rollout.weights.source import WeightsSource
 from rollout.weights.transports.base import WeightTransport
 from rollout.weights.transports.collective import CudaIpcTransport
+from rollout.weights.transports.registry import WeightFetcher
+from rollout.weights.transports.shared import SharedTransport
 from tests.apis.fleets import CONFIG, DEADLINE_S, directory, until, weights
 from tests.apis.leftovers import fleet_pids
 from tests.coordinator.live_fleet import BOUND_S, LiveEngine, LiveFleet
@@ -139,3 +145,38 @@ def tiny(seed: int) -> Any:
 def test_unknown_weight_transport_is_refused_before_any_process_starts(name: str) -> None:
     with pytest.raises(ConfigError, match=r"weight|directory"):
         AsyncLLM(directory(), None, CONFIG, weight_transport=name)
+
+
+class Unsent(SharedTransport):
+    """A transport whose engines have committed before it fails to send."""
+
+    def send(self, source: WeightsSource) -> None:
+        raise WeightUpdateError("no route to the engines")
+
+
+def test_update_weights_raises_if_sending_fails_after_the_vote() -> None:
+    """The version is committed, and the transport's source with it."""
+
+    async def nothing() -> None:
+        pass
+
+    async def committed(source: WeightsSource) -> WeightUpdateReport:
+        return WeightUpdateReport(
+            version=1, seconds=0.0, stall_seconds=0.0, num_bytes=4, checksum=""
+        )
+
+    async def work() -> None:
+        transport = Unsent()
+        push = WeightPush(transport, True, lambda: "127.0.0.1")
+        with pytest.raises(WeightUpdateError, match="no route to the engines"):
+            await push.push({"w": torch.zeros(1)}, nothing, committed)
+        assert transport.committed is not None
+        await push.close()
+
+    asyncio.run(work())
+
+
+def test_own_engine_votes_no_on_a_push_by_vllm() -> None:
+    source = WeightsSource(kind="vllm:gloo", address="127.0.0.1:1 1-a ", manifest=b"", checksum="")
+    with pytest.raises(WeightUpdateError, match="'vllm:gloo' cannot be fetched by this engine"):
+        WeightFetcher()(source)

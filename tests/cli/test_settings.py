@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from rollout.serve.config import ServeConfig
         ("[a", str | list[str], "[a"),
         ("a,b", tuple[str, ...], ("a", "b")),
         ('{"5": -1.5}', dict[int, float] | None, {"5": -1.5}),
+        ('{"a": {"b": 8}}', Mapping[str, Any], {"a": {"b": 8}}),
     ],
 )
 def test_a_value_has_the_type_of_its_field(text: str, kind: Any, value: object) -> None:
@@ -45,6 +47,8 @@ def test_a_value_has_the_type_of_its_field(text: str, kind: Any, value: object) 
         ("1.5", int | None, "an integer or none"),
         ("yes", bool, "true or false"),
         ("[1", list[int], "JSON"),
+        ("{'a': 1}", Mapping[str, Any], r'JSON, such as \{"name": 8\}'),
+        ("a=1", dict[int, float] | None, r'JSON, such as \{"name": 8\} or none'),
     ],
 )
 def test_a_value_of_another_type_is_refused(text: str, kind: Any, wanted: str) -> None:

@@ -20,10 +20,11 @@ GREEDY_MARGIN = 1e-4  # between the logits of the two most likely tokens, if rou
 
 class Replay:
     """Compares records with `model_of(version)`. worst_gap: the largest difference of a log-prob so
-    far. num_tokens, num_mixed: tokens compared, and those whose context had several versions."""
+    far. num_tokens, num_mixed: tokens compared, and those whose context had several versions.
+    `by_token`: compute one token at a time, as transformers continues a recurrent state."""
 
-    def __init__(self, model_of: Callable[[int], Any]) -> None:
-        self._model_of = model_of
+    def __init__(self, model_of: Callable[[int], Any], *, by_token: bool = False) -> None:
+        self._model_of, self._by_token = model_of, by_token
         self.worst_gap, self.num_tokens, self.num_mixed = 0.0, 0, 0
 
     def check(self, record: DynamicInferenceRequestRecord) -> None:
@@ -56,9 +57,12 @@ class Replay:
     @torch.no_grad()
     def _logprobs(self, segment: DynamicInferenceRequest, tokens: list[int]) -> Tensor:
         """Return the log-probs [T, V] of the next token after each position that has KV."""
-        cache, rows = DynamicCache(), []
+        model, rows = self._model_of(0), []
+        cache = DynamicCache(config=model.config) if self._by_token else DynamicCache()
         for start, end, version in segment.kv_spans:
-            new = torch.tensor([tokens[start:end]])
-            output = self._model_of(version)(new, past_key_values=cache, use_cache=True)
-            rows.append(output.logits[0].double().log_softmax(-1))
+            step = 1 if self._by_token else end - start
+            for low in range(start, end, step):
+                new = torch.tensor([tokens[low : low + step]])
+                output = self._model_of(version)(new, past_key_values=cache, use_cache=True)
+                rows.append(output.logits[0].double().log_softmax(-1))
         return torch.cat(rows)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout import EngineStateError, SamplingParams, WeightUpdateError
-from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_weights
+from rollout import EngineStateError, SamplingParams
+from tests.contracts.vllm_engines import BLOCK_SIZE, HAS_VLLM, vllm_engine, vllm_weights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
 
@@ -25,18 +25,6 @@ def test_weights_checksum_is_refused_while_the_weights_are_released() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_stage_weights_refuses_an_update_of_a_mixture_of_experts() -> None:
-    """A reload of vLLM 0.32 leaves a mixture on a CPU with wrong experts."""
-    engine = vllm_engine("qwen3_moe")
-    try:
-        with pytest.raises(WeightUpdateError, match="does not update mixtures of experts"):
-            engine.update_weights(vllm_weights(1, "qwen3_moe"), in_flight=True)
-        assert engine.weights_version == 0
-    finally:
-        engine.shutdown()
-
-
-@pytest.mark.timeout(600)
 def test_logging_step_interval_writes_every_such_step_of_vllm() -> None:
     written: list[dict[str, float]] = []
     writer = SimpleNamespace(log=lambda metrics: written.append(dict(metrics)))
@@ -49,5 +37,24 @@ def test_logging_step_interval_writes_every_such_step_of_vllm() -> None:
         assert [row["engine/last_step/step"] for row in rows] == [2, 4, 6]
         assert all(row["engine/last_step/num_decode_tokens"] == 1 for row in rows)
         assert engine.stats().num_steps == 6
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_prefix_of_mixed_versions_is_not_found_by_a_request_of_the_same_step() -> None:
+    """vLLM indexes a block when it schedules its last token, before the requests that wait."""
+    engine = vllm_engine(enable_prefix_caching=True)
+    try:
+        params = SamplingParams(num_tokens_to_generate=40, temperature=0.0, termination_id=-1)
+        first = engine.add_request([3] * (BLOCK_SIZE - 4), params)
+        engine.step()
+        engine.update_weights(vllm_weights(1), in_flight=True)
+        while (request := engine.get_record(first).current).num_tokens < BLOCK_SIZE:
+            engine.step()
+        prompt = [*map(int, request.prompt_tokens), *request.generated_tokens, 5]
+        second = engine.add_request(prompt, params)
+        engine.step()
+        assert {version for *_, version in engine.get_record(second).current.kv_spans} == {1}
     finally:
         engine.shutdown()

@@ -15,6 +15,7 @@ from tests.contracts.vllm_engines import (
     BLOCK_SIZE,
     HAS_VLLM,
     directory_of,
+    vllm_adapter,
     vllm_weights,
 )
 
@@ -23,7 +24,7 @@ if not HAS_VLLM:
 
 CONFIG: dict[str, Any] = {
     "engine": "vllm",
-    "engine_options": {"num_gpu_blocks_override": 40},
+    "engine_options": {"num_gpu_blocks_override": 40, "enable_lora": True},
     "max_sequence_length": 256,
     "max_requests": 8,
     "block_size_tokens": BLOCK_SIZE,
@@ -43,20 +44,19 @@ def test_requests_of_a_killed_vllm_engine_go_on_in_another() -> None:
 
 
 async def generate_update_and_kill() -> None:
-    models = {0: 0, 1: 1, 2: 2, 3: 0}
     async with AsyncLLM(directory_of(), data_parallel_size=2, **CONFIG) as llm:
         tasks = [
             asyncio.create_task(llm.generate([5 + i] * 40, PARAMS)) for i in range(NUM_REQUESTS)
         ]
-        for version in (1, 2):
-            report = await llm.update_weights(vllm_weights(models[version]), in_flight=True)
+        for version, update in ((1, vllm_weights(1)), (2, vllm_adapter(0))):
+            report = await llm.update_weights(update, in_flight=True)
             assert report.version == version
         _, victim, _ = fleet_pids()
         os.kill(victim, signal.SIGKILL)
         try:
-            report = await llm.update_weights(vllm_weights(models[3]), 3, in_flight=True)
+            report = await llm.update_weights(vllm_weights(0), 3, in_flight=True)
         except WeightUpdateError:  # the engine died before its vote: all keep version 2
-            report = await llm.update_weights(vllm_weights(models[3]), 3, in_flight=True)
+            report = await llm.update_weights(vllm_weights(0), 3, in_flight=True)
         assert report.version == 3
         requests = await asyncio.gather(*tasks)
         assert (await llm.stats()).state is EngineState.RUNNING

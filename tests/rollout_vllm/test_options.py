@@ -94,6 +94,13 @@ def test_engine_options_that_would_break_a_promise_are_refused(name: str) -> Non
         engine_arguments(of_vllm(engine_options={name: 1}))
 
 
+def test_engine_options_with_workers_on_other_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"distributed_executor_backend'\]='ray'.*use 'mp'"):
+        engine_arguments(of_vllm(engine_options={"distributed_executor_backend": "ray"}))
+    options = engine_arguments(of_vllm(engine_options={"distributed_executor_backend": "mp"}))
+    assert options["distributed_executor_backend"] == "mp"
+
+
 def test_engine_options_that_repeat_a_field_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len.*max_sequence_length"):
         engine_arguments(of_vllm(max_sequence_length=64, engine_options={"max_model_len": 64}))
@@ -163,6 +170,13 @@ def test_logprobs_mode_is_refused_unless_vllm_reports_the_same_numbers(
     else:
         with pytest.raises(InvalidRequestError, match=f"logprobs_mode='{mode}'"):
             check_params(params, engine_mode)
+
+
+def test_sampled_requests_are_refused_with_speculative_config_on_a_cpu() -> None:
+    """vLLM 0.32 divides the logits of drafts by temperatures that its CPU build never writes."""
+    check_params(SamplingParams(temperature=0.0), LOGPROBS_MODES[0], must_be_greedy=True)
+    with pytest.raises(InvalidRequestError, match=r"temperature=0\.7.*speculative_config"):
+        check_params(SamplingParams(temperature=0.7), LOGPROBS_MODES[0], must_be_greedy=True)
 
 
 def test_sampling_arguments_leave_the_end_of_a_request_to_the_stop_rule() -> None:

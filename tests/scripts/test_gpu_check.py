@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def test_first_runs_as_it_is_typed_and_leaves_what_the_caller_needs(
     assert (tmp_path / "out" / "again.txt").read_text() == ""
     assert done.stdout.endswith("page of the benchmark\n")
     assert not list((tree / ".gpu" / "triton").rglob("kernels.cubin")), "the bundle is not changed"
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="needs a Python without vLLM")
+def test_vllm_is_refused_where_vllm_is_not_installed(tree: Path, tmp_path: Path) -> None:
+    done = run_check(tree, "vllm", out=tmp_path / "out")
+    assert done.returncode == gpu_check.NO_DEVICE
+    assert "vLLM is not installed in this Python" in done.stderr
 
 
 @pytest.mark.parametrize("shift", range(len(FAULTS)))
@@ -195,12 +203,13 @@ def limits_of(parts: list[Part]) -> float:
     return sum(part.limit_s for part in parts) + gpu_check.OWN_S
 
 
-def test_all_limits_together_fit_into_the_two_calls(tmp_path: Path) -> None:
+def test_all_limits_together_fit_into_the_calls(tmp_path: Path) -> None:
     """Limits hold what installing, summing up and killing take: see test_gpu_processes."""
     asked = tmp_path / "asked.txt"
     asked.write_text("tests/contracts/test_ops.py::test_it\n")
     assert limits_of(gpu_check.first_parts(tmp_path)) <= gpu_check.FIRST_S == 330.0
     assert limits_of(gpu_check.again_parts(tmp_path, asked)) <= gpu_check.AGAIN_S == 240.0
+    assert limits_of(gpu_check.vllm_parts(tmp_path)) <= gpu_check.VLLM_S == 240.0
 
 
 def test_every_file_with_tests_for_a_device_is_run_by_a_part() -> None:

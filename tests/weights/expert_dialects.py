@@ -22,7 +22,7 @@ from rollout import DynamicInferenceEngine, WeightUpdateError
 from rollout.models import CausalLM, build_model
 from rollout.models.families.registry import FAMILIES
 from rollout.serve.control.announcement import ModelTensors, tensor_metadata
-from rollout.serve.control.weight_transfer import UpdateRound
+from rollout.serve.control.weight_transfer import OpenUpdate
 from rollout.weights.transports.registry import WeightFetcher
 from rollout.weights.transports.shared import SharedTransport
 from tests.family_cases import FAMILY_CASES, family_model, family_of
@@ -192,7 +192,7 @@ def in_cuts(
     engine: DynamicInferenceEngine, given: Weights, model: ModelTensors, rng: np.random.Generator
 ) -> None:
     """As a trainer that broadcasts some tensors at a time to a server."""
-    pushed, names = UpdateRound(model, model.max_bytes), [*given]
+    pushed, names = OpenUpdate(model, model.max_bytes), [*given]
     while names:
         size = int(rng.integers(1, len(names) + 1))
         cut, names = names[:size], names[size:]

@@ -1,4 +1,4 @@
-"""Entry point of `python -m trainer_hooks.doctor`; the program is trainer_hooks.doctor.command."""
+"""Runs `main` of `trainer_hooks.doctor.command`, for `python -m trainer_hooks.doctor`."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Hypotheses that a log-prob was computed at a wrong position, over padding or with dropout.
 
-Used by `trainer_hooks.doctor.diagnosis`.
+Used by `trainer_hooks.doctor.diagnosis`. No function changes the models or the batch.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -24,7 +24,7 @@ _SHIFT_REMEDY = (
 
 
 def shift_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield two hypotheses: the log-probs stand one column too late, and one too early."""
+    """Yield two hypotheses: the log-probs stand one column too late, or one column too early."""
     tokens = case.tokens
     for shift, word in ((1, "late"), (-1, "early")):
         columns_N = tokens.column_N - shift  # the column to which this log-prob belongs
@@ -41,7 +41,7 @@ def shift_causes(case: Case) -> Iterator[Hypothesis]:
             ]
         )
         shifted_N = chosen_logprobs(logits_NV, id_N, case.reference.temperature)
-        # At the ends of a row no log-prob belongs to the column; padding holds 0.
+        # At the ends of a row no log-prob belongs to the column. Padding has 0.
         is_empty_N = ~is_inside_N | (case.claimed_N == 0.0)
         yield Hypothesis(
             name="shifted_mask",
@@ -86,8 +86,9 @@ def padding_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def batch_position_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the batch's own position ids and attention mask were used, if they
-    are wrong.
+    """Yield the hypothesis that the batch's own position ids and attention mask are wrong.
+
+    Yields nothing if both fit the batch's tokens.
     """
     batch, tokens = case.batch, case.tokens
     expected_BT = torch.arange(batch.tokens_BT.shape[1]).expand_as(batch.position_ids_BT)
@@ -136,7 +137,6 @@ def dropout_noise(model: nn.Module, case: Case) -> Iterator[Hypothesis]:
 
 
 def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Return the logits [T, V] of a row whose position ids were made for padding on the left."""
     tokens_T = tokens.rows[row]
     mask_T = torch.ones_like(tokens_T)
     positions_T = _left_padded_positions(len(tokens_T), width)
@@ -146,9 +146,7 @@ def _right_padded(model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 def _right_padded_without_mask(
     model: nn.Module, tokens: ExaminedTokens, width: int, row: int
 ) -> Tensor:
-    """Return the logits of `_right_padded` without an attention mask, for which transformers starts
-    a new sequence where the position ids jump.
-    """
+    # Without a mask, transformers starts a new sequence where the position ids jump.
     tokens_T = tokens.rows[row]
     positions_T = _left_padded_positions(len(tokens_T), width)
     return row_logits(model, tokens_T, position_ids_T=positions_T)
@@ -159,14 +157,12 @@ def _left_padded_positions(length: int, width: int) -> Tensor:
 
 
 def _over_left_padding(model: nn.Module, tokens: ExaminedTokens, width: int, row: int) -> Tensor:
-    """Return the logits [T, V] of a row that attends to padding on its left."""
     tokens_T = tokens.rows[row]
     padding = torch.zeros(width - len(tokens_T), dtype=torch.int64)
     return row_logits(model, torch.cat([padding, tokens_T]))[len(padding) :]
 
 
 def _packed(case: Case) -> Tensor:
-    """Return the logits [N, V] of one pass in which each row attends to the rows before it."""
     tokens = case.tokens
     lengths = torch.tensor([len(row) for row in tokens.rows])
     starts = lengths.cumsum(0) - lengths

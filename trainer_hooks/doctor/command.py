@@ -1,7 +1,8 @@
 """The program `python -m trainer_hooks.doctor`, and the files of batches that it reads.
 
-It examines a saved batch, or the newest batch of a run. `trainer_hooks.train.main` writes such
-files through BatchFiles, `trainer_hooks.update.guarded_step` and users by `save_rollouts`.
+Used by `trainer_hooks.doctor` and its `__main__`. The program examines a saved batch, or the newest
+batch of a run. `trainer_hooks.train.main` writes files of batches through BatchFiles.
+`trainer_hooks.update.guarded_step` and users write them by `save_rollouts`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _USAGE_ERROR = 2  # argparse's own
 class RunFiles:
     """The files of a run that a diagnosis needs.
 
-    `model`: the checkpoint whose weights sampled `batch`; None if it was deleted. `older`: earlier
-    checkpoints by weights version.
+    `model`: the checkpoint whose weights sampled `batch`, or None if it was deleted.
+    `older`: earlier checkpoints by weights version.
     """
 
     batch: Path
@@ -52,8 +53,8 @@ class RunFiles:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis and, with --json, write it to a file.
 
-    Returns 0 if sound, 1 for a finding, 2 for unfit files, 3 if inconclusive. Bad arguments exit
-    with status 2.
+    Returns 0 if sound, 1 for a finding, 2 for unfit files, 3 if inconclusive. Exits with 2 for bad
+    arguments.
     """
     given = _parser().parse_args(arguments)
     with extra_needed("train", "the doctor"):
@@ -105,7 +106,7 @@ def examine_files(given: argparse.Namespace) -> Diagnosis:
 
 
 def files_of_run(directory: Path) -> RunFiles:
-    """Return the files of a run's newest batch that still has its checkpoint, else of the newest.
+    """Return the files of a run's newest batch, if possible of one that still has its checkpoint.
 
     Raises ConfigError for a run without batches.
     """
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 BATCHES = "batches"  # directory inside a run's directory
 _FORMAT = "rollout-batch-1"
-# Fields that no diagnosis reads; they are most of a request.
+# Fields that no diagnosis reads. They make up most of a request.
 _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 
 
@@ -187,8 +188,9 @@ _LEFT_OUT = ("events", "precomputed_block_hashes", "tpot", "routing_indices")
 class SavedRollouts:
     """The contents of a file of `save_rollouts`.
 
-    `sources`: one rollout for each row of `batch`; None if none were saved. `weights_version`:
-    version of the weights with which to examine the batch. `temperature`: the trainer's.
+    `sources`: one rollout for each row of `batch`, or None if they were not saved.
+    `weights_version`: version of the weights with which to examine the batch.
+    `temperature`: divisor of the trainer's logits.
     """
 
     batch: RolloutBatch
@@ -206,8 +208,9 @@ def save_rollouts(
 ) -> None:
     """Write the batch, its rollouts `sources` and the trainer's temperature to `path`.
 
-    `weights_version`: version of the weights with which to examine the batch later; None takes the
-    batch's `train_version`. The file is written whole or not at all. Creates its directory.
+    The file is written whole or not at all. Creates its directory.
+    `weights_version`: version of the weights with which to examine the batch later. None means the
+    batch's `train_version`.
     """
     saved = {
         "format": _FORMAT,
@@ -239,11 +242,13 @@ def load_rollouts(path: Path | str) -> SavedRollouts:
 
 
 class BatchFiles:
-    """Saves for each checkpoint of a run the first batch in which its weights sampled half of the
-    trained tokens or more, if there is such a batch before the next checkpoint.
+    """Saves one batch for each checkpoint of a run, for later diagnosis.
 
-    A file is named after the checkpoint's step, in the run's directory `batches`. The newest
-    NUM_KEPT files are kept. `checkpoint_interval`: training steps between two checkpoints.
+    The saved batch is the first after the checkpoint in which the checkpoint's weights sampled at
+    least half of the trained tokens. A checkpoint gets no file if there is no such batch before the
+    next checkpoint. A file is named after the checkpoint's step, in the run's directory `batches`.
+    The newest NUM_KEPT files are kept.
+    `checkpoint_interval`: number of training steps between two checkpoints.
     """
 
     def __init__(self, directory: Path, temperature: float, checkpoint_interval: int) -> None:
@@ -276,7 +281,6 @@ def step_of(path: Path) -> int:
 
 
 def _encoded(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[list[dict[str, Any]]]:
-    """Return the serialized turns of each row, without the fields that no diagnosis reads."""
     rows = [[turn.serialize() for turn in turns] for turns in turns_of_rows(sources)]
     return [[{k: v for k, v in t.items() if k not in _LEFT_OUT} for t in turns] for turns in rows]
 

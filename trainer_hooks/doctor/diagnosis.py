@@ -1,7 +1,8 @@
 """diagnose: explains the gap between the log-probs of trainer and engine, and suggests remedies.
 
-It checks facts of the batch, then tests hypotheses about the gap. It changes neither batch nor
-models. Used by `trainer_hooks.doctor.command` and by users.
+Used by `trainer_hooks.doctor.command` and by users. `trainer_hooks.doctor.report` formats a
+Diagnosis. `diagnose` checks facts of the batch, then tests hypotheses about the gap. `diagnose`
+changes neither batch nor models.
 
 Shape letters: B rows, T positions, N tokens.
 """
@@ -54,8 +55,8 @@ Verdict = Literal["sound", "fault", "inconclusive"]
 class Finding:
     """One fault, with the side that has it, evidence and remedy.
 
-    `share`: part of the squared gap that the fault explains; None if that was not measured.
-    `is_whole`: whether the fault explains the gap up to rounding.
+    `share`: part of the squared gap that the fault explains, or None if it was not measured.
+    `is_whole`: True if the fault explains the gap up to rounding.
     """
 
     name: str
@@ -70,12 +71,14 @@ class Finding:
 class Diagnosis:
     """The result of `diagnose`. Gaps are in nats, as root mean squares over tokens.
 
-    `attributions`: shares of the squared gap by cause, from `shares_of`.
-    `explanations`: all tested hypotheses, the best first; the engine's before the trainer's.
-    `num_known_tokens`: examined tokens whose reference log-prob is known.
-    `gap_rms`: from the log-probs of the trainer's weights to the behaviour log-probs.
-    `unexplained_rms`: the same gap of known tokens, to the weights and KV stamped on each.
-    The tables hold one dictionary for each row.
+    `attributions`: shares of the squared gap by cause.
+    `explanations`: all tested hypotheses, the engine's before the trainer's, and the best first for
+    each side.
+    `num_known_tokens`: number of examined tokens whose reference log-prob is known.
+    `gap_rms`: gap between the behaviour log-probs and the log-probs of the trainer's weights.
+    `unexplained_rms`: gap between the behaviour log-probs and the log-probs of the weights and KV
+    versions stamped on each token, over known tokens.
+    Each table has one dictionary per row.
     `notes`: what limits the diagnosis.
     """
 
@@ -116,23 +119,23 @@ def diagnose(
     """Recompute the log-probs of `batch` and explain their gap to the batch's own log-probs.
 
     `model`: a transformers causal LM with the weights of `batch.train_version`, in the mode (eval
-    or train) in which the trainer computes log-probs. It is copied and not changed.
-    `sources`: all the rollouts that `collate_rollouts` made the batch from, with sampling
-    parameters, exact version stamps and prefix hits.
-    `older_models`: models with older weights, by version. Tokens that a version sampled are
+    or train) in which the trainer computes log-probs. The model is copied and not changed.
+    `sources`: all the rollouts from which `collate_rollouts` made the batch. The rollouts give
+    sampling parameters, exact version stamps and prefix hits.
+    `older_models`: models with older weights, by version. Tokens sampled by an older version are
     compared only if its model is given.
-    `temperature`: the divisor of the trainer's logits.
-    `logprobs_mode`: the meaning of the behaviour log-probs, as in `collate_rollouts`.
+    `temperature`: divisor of the trainer's logits.
+    `logprobs_mode`: mode of the behaviour log-probs, as in `collate_rollouts`.
     `trainer_logprobs_BT`: log-probs that the trainer itself computed for the batch, with padding,
-    packing and autocast. They are examined like the engine's.
-    `prompt_ids`: the trainer's own rendering of each row's prompt.
-    `end_ids`: ids after which nothing may be generated. `min_tokens` forbids these and the end ids
-    of the model's configs.
-    `engine_dtype`: dtype of the engine's computation; None takes the dtype of `model`.
-    `max_tokens`: most tokens to examine, in rows evenly spread over the batch, but at least one
-    row. Their logits are held in memory.
+    packing and autocast. These log-probs are examined like the engine's.
+    `prompt_ids`: token ids of each row's prompt as the trainer renders it.
+    `end_ids`: ids after which the engine must generate nothing. `min_tokens` forbids these ids and
+    the end ids of the model's configs.
+    `engine_dtype`: dtype of the engine's computation. None means the dtype of `model`.
+    `max_tokens`: limit on the examined tokens, whose logits are held in memory. The examined rows
+    are spread evenly over the batch, and there is at least one.
 
-    Makes some forward passes over each row, and if there is a fault more for each hypothesis.
+    Makes some forward passes over each row, and more for each hypothesis if there is a fault.
     Raises ConfigError for a batch without trained tokens, for a token id outside the model's
     vocabulary, and for inputs that do not fit the batch's rows.
     """
@@ -197,8 +200,8 @@ def engine_case(
 ) -> Case:
     """Return the engine's case: the batch's behaviour log-probs and the reference for them.
 
-    `dtype`: dtype of the engine's computation; None takes the dtype of `model`. `end_ids`: end
-    tokens beside those of the model's configs.
+    `dtype`: dtype of the engine's computation. None means the dtype of `model`.
+    `end_ids`: end tokens beside those of the model's configs.
     """
     reference = reference_of(tokens, models, temperature)
     end_ids = union_of_ids(end_ids, *_end_ids_of(model))
@@ -260,7 +263,7 @@ def rounding_in(
 ) -> Tolerance:
     """Return the gap that rounding explains if one side computes in `dtype`.
 
-    It is measured on these tokens, by the trained weights in `dtype` and in float64.
+    Measures it on these tokens, by the trained weights in `dtype` and in float64.
     """
     trainer = models[tokens.train_version]
     logprobs_N = reference.trainer_N
@@ -276,8 +279,8 @@ def rounding_in(
 def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
     """Test all hypotheses about the case. Returns their explanations, the best first.
 
-    Tests none if rounding explains the gap, or if no token's weights are known.
-    `model`: the trainer's own model, to test for dropout; None leaves that test out.
+    Tests none if rounding explains the gap, or if the weights of no token are known.
+    `model`: the trainer's own model, to test for dropout. None leaves that test out.
     """
     if not bool(case.reference.is_known_N.any()) or case.tolerance.covers(case.gap_N):
         return []
@@ -306,7 +309,7 @@ def examine(case: Case, model: nn.Module | None = None) -> list[Explanation]:
 
 
 def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding]:
-    """Return a list with the main cause as a finding; "unexplained" if none explains enough.
+    """Return the main cause as a finding, or "unexplained" if no cause is sufficient.
 
     Returns [] if rounding explains the gap. `explanations`: the best first.
     """
@@ -342,7 +345,6 @@ def main_causes(case: Case, explanations: Sequence[Explanation]) -> list[Finding
 
 
 def finding_of_fact(fact: Fact) -> Finding:
-    """Return a fact as a finding about the batch."""
     return Finding(
         name=fact.name,
         side="batch",
@@ -377,11 +379,12 @@ def diagnosis_of(
 def shares_of(case: Case, findings: Sequence[Finding]) -> dict[str, float]:
     """Split the squared gap between trainer and behaviour log-probs into shares by cause.
 
-    `policy_lag`: the decrease when each token's log-prob is computed by the weights that sampled
-    it. `kv_lag`: the further decrease when these attend to KV of the stamped versions. The rest is
-    `rounding`, or the engine's findings and `unexplained`. `unknown`: the part of tokens whose
-    weights were not given. A share below 0 means that its step increased the gap.
-    Returns the shares other than 0, the largest first; {} if there is no gap.
+    `policy_lag` is the decrease of the gap if each token's log-prob is computed by the weights that
+    sampled it. `kv_lag` is the further decrease if these weights attend to KV of the stamped
+    versions. The remainder is `rounding`, or the engine's findings and `unexplained`. `unknown` is
+    the part of tokens whose weights were not given. A negative share means that its step increased
+    the gap.
+    Returns the shares other than 0, the largest first, or {} if there is no gap.
     """
     reference, known = case.reference, case.reference.is_known_N
     behaviour_N = case.tokens.behaviour_N
@@ -411,7 +414,6 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _end_ids_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the end ids of the model's configs: an id, a list of ids or None."""
     for name in ("config", "generation_config"):
         yield getattr(getattr(model, name, None), "eos_token_id", None)
 
@@ -467,9 +469,6 @@ def by_token(case: Case) -> list[Row]:
 
 
 def _summary(case: Case, is_own_N: Tensor) -> Row:
-    """Return the number of tokens in `is_own_N`, and their gaps to the trainer's and to the stamped
-    weights, None where these are unknown.
-    """
     reference, known_N = case.reference, is_own_N & case.reference.is_known_N
     trainer_gap_N = (reference.trainer_N - case.tokens.behaviour_N)[is_own_N]
     return {

@@ -1,7 +1,6 @@
 """Finds faults of a batch in its masks, token ids, prompts, end tokens and improbable draws.
 
-`trainer_hooks.doctor.hypotheses` examines the log-probs. Used by
-`trainer_hooks.doctor.diagnosis`.
+Used by `trainer_hooks.doctor.diagnosis`. No function changes the batch.
 
 Shape letters: B rows, T positions, N tokens, V vocabulary.
 """
@@ -33,7 +32,7 @@ from trainer_hooks.doctor.tokens import ExaminedTokens, Turns
 class Fact:
     """A fault of the batch, with its evidence and remedy, in `num_rows` rows.
 
-    `hides_logprobs`: the log-probs do not belong to the batch's tokens, so they are not examined.
+    `hides_logprobs`: True if the fault makes it useless to examine the log-probs.
     """
 
     name: str
@@ -51,8 +50,8 @@ def facts_of(
 ) -> Iterator[Fact]:
     """Yield faults of the batch's masks and tokens.
 
-    `turns`: each row's requests, and `prompt_ids`: the trainer's own prompts, to compare with. None
-    leaves the comparison out.
+    `turns`: each row's requests, to compare with. None skips this.
+    `prompt_ids`: the trainer's own prompts, to compare with. None skips this.
     """
     yield from wrong_ends(batch, end_ids)
     others = [] if turns is None else list(other_tokens(batch, turns))
@@ -123,7 +122,7 @@ def wrong_ends(batch: RolloutBatch, end_ids: Sequence[int]) -> Iterator[Fact]:
 
 
 def other_tokens(batch: RolloutBatch, turns: Sequence[Turns]) -> Iterator[Fact]:
-    """Yield a fact for prompts that differ from the engine's, and one for completions that do."""
+    """Yield a fact for prompts that differ from the engine's, and one for differing completions."""
     found: dict[str, list[str]] = {"template_drift": [], "retokenised": []}
     for row, own in enumerate(turns):
         last = own[-1]
@@ -177,17 +176,14 @@ def _drift(found: Sequence[str], hides_logprobs: bool = False) -> Fact:
 
 
 def _generated(batch: RolloutBatch, turns: Sequence[Turns] | None) -> Tensor:
-    """Return where tokens were generated, bool [B, T].
-
-    Without requests the batch's lengths decide. For a row of several turns they give only the first
-    generated column; the later columns are taken from the mask.
-    """
+    """Return where tokens were generated, bool [B, T]."""
+    # Without requests the batch's lengths decide. For a row of several turns they give only the
+    # first generated column, and the mask gives the later ones.
     columns = torch.arange(batch.tokens_BT.shape[1])
     starts_B1 = batch.prompt_lengths_B[:, None]
     if turns is None:
         is_inside_BT = (columns >= starts_B1) & (columns < batch.lengths_B[:, None])
         is_one_turn_B = batch.prompt_lengths_B + batch.completion_lengths_B == batch.lengths_B
-        # With several turns, only the first column is known.
         later_BT = batch.mask_BT & (columns > starts_B1)
         several_BT = later_BT | (columns == starts_B1)
         return torch.where(is_one_turn_B[:, None], is_inside_BT, several_BT)
@@ -209,7 +205,7 @@ def _at(tokens: Sequence[int], position: int) -> str:
 
 
 # The probability that a test of the draws reports a sound batch. One in a million is rare even in
-# a run of many batches; each test divides it among the alternatives that it tries.
+# a run of many batches. Each test divides the probability among the alternatives that it tries.
 FALSE_ALARM = 1e-6
 # `unlikely_draws` compares p with p^k for these k: flatter below 1, sharper above.
 _POWERS = (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
@@ -218,7 +214,7 @@ _POWERS = (0.2, 0.5, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
     """Yield a fact if tokens were drawn from a distribution that their log-probs do not describe.
 
-    Sampling parameters may declare this. If none do, the drawn tokens are tested for it.
+    The declared sampling parameters can show it. If they do not, the drawn tokens are tested.
     """
     declared = [params for params in declared_params(tokens) if reshaping_text(params)]
     if declared:
@@ -237,10 +233,10 @@ def draw_facts(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
 
 
 def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
-    """Yield a fact if no token was drawn that some truncation would drop, although one was
-    expected.
+    """Yield a fact if the drawn tokens show an undeclared truncation.
 
-    Without truncation all N tokens fall into the kept set with probability prod(kept mass).
+    Some truncation then keeps all drawn tokens, although the probability of such draws without
+    truncation, prod(kept mass), is below FALSE_ALARM.
     """
     known = reference.is_known_N
     levels = truncation_levels(reference.logits_NV.shape[1])
@@ -264,12 +260,13 @@ def undeclared_truncation(tokens: ExaminedTokens, reference: Reference) -> Itera
 def unlikely_draws(tokens: ExaminedTokens, reference: Reference) -> Iterator[Fact]:
     """Yield a fact if a flatter or sharper distribution explains the drawn tokens much better.
 
-    The test is the ratio of two likelihoods of the draws: by p^k / sum p^k and by p. It has mean 1
-    under p in any context, and so has its average over `_POWERS`. By Markov's inequality the
-    average exceeds 1 / FALSE_ALARM with a probability of at most FALSE_ALARM, for any p and any
-    number of tokens. A normal approximation would be wrong by orders of magnitude for a policy
-    that is nearly sure of each token.
+    The test is the ratio of two likelihoods of the draws: by p^k / sum p^k and by p. The ratio's
+    mean under p is 1 in any context, and so is the mean of its average over `_POWERS`. By Markov's
+    inequality the average exceeds 1 / FALSE_ALARM with a probability of at most FALSE_ALARM, for
+    any p and any number of tokens.
     """
+    # A normal approximation would be wrong by orders of magnitude for a policy that is nearly sure
+    # of each token.
     known = reference.is_known_N
     log_p_NV = (reference.logits_NV[known] / reference.temperature).log_softmax(1).clamp(min=-1e4)
     drawn_N = log_p_NV.gather(1, tokens.id_N[known][:, None]).squeeze(1)

@@ -1,8 +1,8 @@
 """Forward passes of a trainer's model over single rows without padding, and copies of the model.
 
-Used by `trainer_hooks.doctor.diagnosis`, `trainer_hooks.doctor.reference` and the modules of
-hypotheses: alignment_causes, sampling_causes, weight_causes. Weights are not changed; `head_in` and
-`head_of_embeddings` hook a model's head during a block.
+Used by the modules `diagnosis`, `reference`, `alignment_causes`, `sampling_causes` and
+`weight_causes` of `trainer_hooks.doctor`. Weights are not changed. `head_in` and
+`head_of_embeddings` replace the output of a model's head within a block.
 
 Shape letters: T positions of a row, V vocabulary, C examined columns of a row, N tokens.
 """
@@ -53,8 +53,8 @@ def replayed_logits(
 ) -> Tensor:
     """Return the logits [T, V] of a row whose KV was written by several versions of the weights.
 
-    `models[kv_versions_T[t]]` computes position t over the KV of earlier positions, as in an engine
-    that keeps its KV through weight updates.
+    `models[kv_versions_T[t]]` computes position t over the KV of earlier positions, as an engine
+    does that keeps its KV through weight updates.
     """
     from transformers import DynamicCache
 
@@ -77,7 +77,7 @@ def head_in(model: nn.Module, dtype: torch.dtype, *, rounds_logits: bool) -> Ite
     """Make the language-model head of `model` round its inputs and weights to `dtype` in the block.
 
     Products are summed in the model's own dtype.
-    `rounds_logits`: whether the logits are rounded to `dtype`, too.
+    `rounds_logits`: True if the logits are rounded to `dtype`, too.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
 
@@ -120,13 +120,13 @@ def chosen_logprobs(logits_NV: Tensor, id_N: Tensor, temperature: float = 1.0) -
 
 
 def model_logits(model: nn.Module, tokens: ExaminedTokens) -> Tensor:
-    """Return the logits of `model` from which each token would be drawn, float32 [N, V]."""
+    """Return the logits of `model` that predict each token, float32 [N, V]."""
     return tokens.pick(lambda row: row_logits(model, tokens.rows[row]))
 
 
 def model_logprobs(model: nn.Module, tokens: ExaminedTokens, temperature: float) -> Tensor:
     """Return the model's log-probs of the tokens as float64 [N]. The pass has the model's dtype."""
-    # Row by row, since the float64 logits of all tokens would take the most memory.
+    # Row by row: the logits of all tokens at once would take much memory.
     parts = []
     for row, tokens_T in enumerate(tokens.rows):
         is_own_N = tokens.row_N == row

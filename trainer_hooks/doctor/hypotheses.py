@@ -1,7 +1,7 @@
 """Hypotheses about a gap between two log-probs of the same tokens, and how much each explains.
 
-Used by `trainer_hooks.doctor.diagnosis`, which tests them, and by alignment_causes, sampling_causes
-and weight_causes, which yield them.
+Used by `diagnosis` of `trainer_hooks.doctor`, which tests hypotheses, and by `alignment_causes`,
+`sampling_causes` and `weight_causes`, which yield hypotheses.
 
 Shape letters: N tokens.
 """
@@ -21,8 +21,8 @@ from trainer_hooks.doctor.reference import Reference
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
 Side = Literal["engine", "trainer"]
-# A hypothesis predicts each log-prob, each log-prob with a fitted number, the size of the gap, or
-# only the gap's place.
+# What a hypothesis predicts: each log-prob, each log-prob by a fitted number, the size of the gap,
+# or only the place of the gap.
 Kind = Literal["values", "fit", "size", "place"]
 # Deducted from a share when hypotheses are ranked: values are the most specific prediction.
 _LESS_THAN_VALUES = {"values": 0.0, "place": 0.25, "size": 0.5, "fit": 0.5}
@@ -35,9 +35,11 @@ _NEEDED_SHARE = {"values": 0.5, "fit": 0.99, "size": 0.5, "place": 0.5}
 class Case:
     """Log-probs that one side computed, `claimed_N`, and the reference that they should equal.
 
-    Tokens without a known reference are ignored. `batch`: the examined rows. `models`: float32
-    models by weights version. `tolerance`: the gap that rounding explains. `end_ids`: end tokens of
-    requests that name none themselves.
+    Tokens without a known reference are ignored.
+    `batch`: the examined rows.
+    `models`: float32 models by weights version.
+    `tolerance`: the gap that rounding explains.
+    `end_ids`: end tokens of requests that name none themselves.
     """
 
     side: Side
@@ -51,7 +53,7 @@ class Case:
 
     @property
     def gap_N(self) -> Tensor:
-        """`claimed_N` minus the reference; 0 for tokens whose reference is unknown."""
+        """`claimed_N` minus the reference, or 0 for tokens whose reference is unknown."""
         gap_N = self.claimed_N - self.reference.stamped_N
         return gap_N.masked_fill(~self.reference.is_known_N, 0.0)
 
@@ -65,8 +67,8 @@ class Case:
 class Hypothesis:
     """One possible cause of a gap, with the finding's name, evidence and remedy if it is true.
 
-    `predicted_N`: the log-probs that the cause implies, float64; None for a cause that adds noise.
-    Noise predicts only the size of the gap: `noise_rms` and `noise_largest`, in nats.
+    `predicted_N`: the log-probs that the cause implies, float64. None for a cause that adds noise.
+    `noise_rms`, `noise_largest`: size of the gap, in nats, that a cause of noise implies.
     """
 
     name: str
@@ -82,8 +84,9 @@ class Hypothesis:
 class Explanation:
     """How much of a case's gap one hypothesis explains.
 
-    `share`: explained part of the squared gap, at most 1; below 0 if the gap gets larger.
-    `residual_rms`: root mean square of the rest, in nats. `is_whole`: whether the rest is rounding.
+    `share`: explained part of the squared gap, at most 1. A negative share means a larger gap.
+    `residual_rms`: root mean square of the rest of the gap, in nats.
+    `is_whole`: True if rounding explains the rest of the gap.
     """
 
     name: str
@@ -97,12 +100,11 @@ class Explanation:
 
     @property
     def is_main_cause(self) -> bool:
-        """Whether the hypothesis explains enough of the gap for its kind to be the main cause."""
+        """Whether the hypothesis explains enough of the gap, for its kind, to be the main cause."""
         return self.is_whole or self.share >= _NEEDED_SHARE[self.kind]
 
 
 def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
-    """Return how much of the case's gap the hypothesis explains."""
     is_known_N, gap_N = case.reference.is_known_N, case.gap_N
     gap_rms = rms_of(gap_N[is_known_N])
     if hypothesis.predicted_N is None:
@@ -125,11 +127,7 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    """Return `share`, `residual_rms` and `is_whole` of a hypothesis that predicts noise.
-
-    The gap between two computations is the noise of one, times the ratio of the tolerance's `rms`
-    and `noise_rms`. The share stays below a half if the gap's size does not fit.
-    """
+    # The gap between two computations is `factor` times the noise of one computation.
     factor = case.tolerance.rms / case.tolerance.noise_rms
     largest = float(case.gap_N.abs().max())
     if hypothesis.noise_rms <= case.tolerance.rms:
@@ -141,10 +139,9 @@ def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[
 
 
 def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Return the explanations, the best first: predicted values that leave only rounding, then main
-    causes, then by share, less `_LESS_THAN_VALUES`.
-    """
+    """Return the explanations, the best first."""
 
+    # Values that leave only rounding come first, then main causes, then larger shares.
     def quality(tried: Explanation) -> tuple[bool, bool, float]:
         tells_values = tried.kind in ("values", "fit")
         share = tried.share - _LESS_THAN_VALUES[tried.kind]
@@ -155,8 +152,9 @@ def rank(explanations: Sequence[Explanation]) -> list[Explanation]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """The gap that rounding explains, in nats. `noise_rms`: the measured error of one computation.
+    """The gap that rounding explains, in nats.
 
+    `noise_rms`: measured rounding error of one computation.
     `rms`, `largest`: bounds on the root mean square and on the largest of N differences.
     """
 
@@ -172,16 +170,18 @@ class Tolerance:
 
 
 def rms_of(values_N: Tensor) -> float:
-    """Return the root mean square; 0 for no values."""
+    """Return the root mean square, or 0 without values."""
     return math.sqrt(float(values_N.double().square().mean())) if len(values_N) else 0.0
 
 
 def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> Tolerance:
-    """Return the bounds that follow from measured rounding errors.
+    """Return the tolerance that follows from measured rounding errors.
 
-    `noise_N`: the errors. `largest_logprob`: largest magnitude of a log-prob, for its rounding to
-    float32. `longest_sum`: from `longest_sum_of`. The largest of N Gaussian differences is
-    sqrt(2 ln 2N) times their deviation; a larger measured error counts instead.
+    `noise_N`: the errors.
+    `largest_logprob`: largest magnitude of a log-prob, for its rounding to float32.
+    `longest_sum`: result of `longest_sum_of`.
+    The largest of N Gaussian differences is sqrt(2 ln 2N) times their deviation. A larger measured
+    error replaces this bound.
     """
     factor = math.sqrt(1.0 + longest_sum / math.log2(max(longest_sum, 2)))
     rounding = torch.finfo(torch.float32).eps * max(1.0, largest_logprob)
@@ -192,6 +192,6 @@ def tolerance_of(noise_N: Tensor, largest_logprob: float, longest_sum: int) -> T
 
 
 def longest_sum_of(model: nn.Module, tokens: ExaminedTokens) -> int:
-    """Return the number of products in the longest sum of a pass: over inputs or positions."""
+    """Return the number of products in the longest sum of a pass, over inputs or positions."""
     widths = [m.in_features for m in model.modules() if isinstance(m, nn.Linear)]
     return max([*widths, *(len(row) for row in tokens.rows)])

@@ -1,6 +1,7 @@
 """The log-probs that a batch should have, given the weights versions stamped on its tokens.
 
-Used by `trainer_hooks.doctor.diagnosis`. hypotheses, facts and sampling_causes read a Reference.
+Used by the modules `diagnosis`, `hypotheses`, `facts` and `sampling_causes` of
+`trainer_hooks.doctor`.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -17,19 +18,19 @@ from rollout.requests import DynamicInferenceRequest
 from trainer_hooks.doctor.forward import chosen_logprobs, model_logits, replayed_logits
 from trainer_hooks.doctor.tokens import ExaminedTokens
 
-# The mean of KV versions is a ratio of integers in float32 (a batch) or float64 (a request).
+# Tolerance for equal means of KV versions, in float32 (a batch) or float64 (a request).
 _MEAN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """Log-probs at `temperature`, float64 [N], and the logits that they come from.
+    """Log-probs at `temperature`, float64 [N], and their logits.
 
-    `trainer_N`: by the trainer's weights.
-    `sampler_N`: by the weights that sampled each token, over KV of the same weights.
-    `stamped_N`: by the weights that sampled each token, over KV of the stamped versions.
-    `is_known_N`: False where weights of a needed version are missing; there a vector repeats the
-    one before it.
+    `trainer_N`: computed by the trainer's weights.
+    `sampler_N`: computed by the weights that sampled each token, over KV of the same weights.
+    `stamped_N`: computed by the weights that sampled each token, over KV of the stamped versions.
+    `is_known_N`: False where weights of a needed version are missing. There `sampler_N` repeats
+    `trainer_N`, or `stamped_N` repeats `sampler_N`.
     `logits_NV`: the logits of `stamped_N`, before the temperature and any reshaping.
     """
 
@@ -44,7 +45,7 @@ class Reference:
 def reference_of(
     tokens: ExaminedTokens, models: Mapping[int, nn.Module], temperature: float
 ) -> Reference:
-    """Return the log-probs that the tokens' version stamps imply. `models`: float32, by version."""
+    """Return the log-probs that the tokens' version stamps imply."""
     logits_NV = model_logits(models[tokens.train_version], tokens)
     trainer_N = chosen_logprobs(logits_NV, tokens.id_N, temperature)
     has_weights_N = tokens.version_N == tokens.train_version
@@ -70,8 +71,8 @@ def replay_old_contexts(
 ) -> Tensor:
     """Overwrite `logits_NV` for the wanted tokens with logits over KV of the stamped versions.
 
-    Returns where this was possible, bool [N]. It needs the token's turn, models of all versions of
-    its KV, and KV that was not recomputed later: the mean of its versions must be the stamped one.
+    Returns where this was possible, bool [N]. A replay needs the token's turn, models of all
+    versions of its KV, and KV that was not recomputed later.
     """
     is_replayed_N = torch.zeros_like(is_wanted_N)
     if tokens.turns is None:
@@ -86,6 +87,7 @@ def replay_old_contexts(
                 continue
             logits_TV = replayed_logits(models, tokens.rows[row][:end], kv_versions_T.tolist())
             columns = tokens.column_N[own]
+            # If KV was recomputed later, the mean of its versions is not the stamped one.
             means = kv_versions_T.double().cumsum(0)[columns - 1] / columns
             fits = (means - tokens.kv_version_N[own]).abs() < _MEAN_TOLERANCE
             fits &= kv_versions_T[columns - 1] == tokens.version_N[own]

@@ -1,4 +1,7 @@
-"""Formats a diagnosis for a terminal. Used by `trainer_hooks.doctor.command` and by users."""
+"""Formats a diagnosis for a terminal.
+
+Used by `trainer_hooks.doctor.command` and by users. The functions print nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ _NUM_TOKENS, _NUM_EXPLANATIONS = 8, 6
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:
-    """Return the verdict, each finding with its remedy, and tables, to be printed by rich.
+    """Return the verdict, each finding with its remedy, and tables, for printing by rich.
 
-    The tables show the shares of the squared gap by cause, the best hypotheses, the gaps by lag and
-    by place, and the tokens with the largest gaps. Raises ConfigError without the package rich.
+    Tables show the squared gap's shares by cause, the best hypotheses, gaps by version lag and
+    by place in rollouts, and the largest token gaps. Raises ConfigError if the package rich is not
+    installed.
     """
     with extra_needed("train", "the doctor's report"):
         from rich.console import Group

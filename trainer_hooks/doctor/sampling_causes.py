@@ -62,8 +62,9 @@ def temperature_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def declared_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis that the log-probs include the truncation, penalties and biases that
-    requests declare, as with logprobs_mode="processed". Yields none if no request declares any.
+    """Yield the hypothesis that the log-probs include the reshaping that requests declare, if any.
+
+    Reshaping is truncation, penalties and biases, as with logprobs_mode="processed".
     """
     declared = [params for params in declared_params(case.tokens) if reshaping_text(params)]
     if declared:
@@ -79,9 +80,9 @@ def declared_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis of an undeclared truncation: the best fit of `truncation_levels`."""
+    """Yield the hypothesis of an undeclared truncation, the best fit of `truncation_levels`."""
     known = case.reference.is_known_N
-    # Truncation only raises log-probs; if they are not higher, the search is skipped.
+    # Truncation only raises log-probs. If they are not higher, the search is skipped.
     if float((case.gap_N > -case.tolerance.largest).double().mean()) < 0.99:
         return
     vocabulary = case.reference.logits_NV.shape[1]
@@ -105,7 +106,7 @@ def truncation_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
-    """Return usual settings (top_k, top_p, min_p), each with one value set and two of 0 (off)."""
+    """Return usual settings (top_k, top_p, min_p). One value is set, and two are 0 (off)."""
     return [
         *((k, 0.0, 0.0) for k in TOP_K_LEVELS if k < vocabulary),
         *((0, p, 0.0) for p in TOP_P_LEVELS),
@@ -116,11 +117,10 @@ def truncation_levels(vocabulary: int) -> list[tuple[int, float, float]]:
 def processed_logprobs(
     tokens: ExaminedTokens, reference: Reference, batch: RolloutBatch, end_ids: Sequence[int]
 ) -> Tensor:
-    """Return the reference's log-probs after the declared truncation, penalties, biases and
-    `min_tokens`.
+    """Return the reference's log-probs after the declared reshaping, float64 [N].
 
-    Float64 [N]. Tokens of unknown sampling parameters are unchanged. `end_ids`: end tokens of
-    requests that name none themselves.
+    Reshaping is truncation, penalties, biases and `min_tokens`. Tokens with unknown sampling
+    parameters are unchanged. `end_ids`: end tokens of requests that name none themselves.
     """
     history = histories_of(tokens, batch.prompt_lengths_B)
     own: dict[SamplingParams, list[int]] = {}
@@ -144,8 +144,10 @@ def processed_logprobs(
 def without_ends(
     logits_NV: Tensor, is_early_N: Tensor, params: SamplingParams, end_ids: Sequence[int]
 ) -> Tensor:
-    """Return logits without the request's end tokens where `min_tokens` forbids them, as
-    `is_early_N` says. `end_ids` is as in `processed_logprobs`."""
+    """Return logits without the request's end tokens where `is_early_N` is True.
+
+    `is_early_N`: True where `min_tokens` forbids end tokens.
+    """
     ends = set(params.stop_token_ids or ())
     if not params.ignore_eos:
         ends.update(end_ids if params.termination_id is None else [params.termination_id])
@@ -204,10 +206,10 @@ def kept_tokens(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Histories:
-    """The ids `id_NH` that precede each drawn token in its row, padded with 0 and False.
+    """The ids `id_NH` that precede each drawn token in its row, padded with 0.
 
-    `is_first_NH`: whether an entry is the first occurrence of its id in the row.
-    `num_outputs_NH`: how often the entry's id occurs in the output before the drawn token.
+    `is_first_NH`: True at the first occurrence of an id in the row.
+    `num_outputs_NH`: number of times that the id occurs in the output before the drawn token.
     """
 
     id_NH: Tensor
@@ -229,10 +231,10 @@ class Histories:
 
 
 def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
-    """Return each token's history: all earlier tokens of its row.
+    """Return each token's history, which is all earlier tokens of its row.
 
-    The output starts after the prompt of the token's turn; if its turn is unknown, after the first
-    prompt of the row. `num_prompt_B`: length of that first prompt.
+    The output starts after the prompt of the token's turn, or after the first prompt of the row if
+    the turn is unknown. `num_prompt_B`: length of that first prompt.
     """
     ids, firsts, counts = [], [], []
     for row, tokens_T in enumerate(tokens.rows):
@@ -252,7 +254,7 @@ def histories_of(tokens: ExaminedTokens, num_prompt_B: Tensor) -> Histories:
 
 
 def penalty_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield a hypothesis for each kind of penalty, as undeclared, with the value that fits best."""
+    """Yield a hypothesis for each kind of penalty, undeclared, with the value that fits best."""
     history = histories_of(case.tokens, case.batch.prompt_lengths_B)
     known = case.reference.is_known_N
     ranges = {
@@ -286,15 +288,13 @@ def penalized_logprobs(
     presence_penalty: float = 0.0,
     frequency_penalty: float = 0.0,
 ) -> Tensor:
-    """Return the reference's log-probs after penalties, float64 [N].
-
-    Penalties change only logits of ids in the history. The normaliser is updated for these alone.
-    """
+    """Return the reference's log-probs after penalties, float64 [N]."""
     logits_NV, id_N1 = case.reference.logits_NV, case.tokens.id_N[:, None]
     temperature = case.reference.temperature
     old_NH = logits_NV.gather(1, history.id_NH).double()
     new_NH = history.penalized(old_NH, repetition_penalty, presence_penalty, frequency_penalty)
     new_NH = torch.where(history.is_first_NH, new_NH, old_NH)
+    # Penalties change only logits of ids in the history, and the normaliser by these.
     norm_N1 = (logits_NV / temperature).logsumexp(1, keepdim=True).double()
     change_NH = (new_NH / temperature - norm_N1).exp() - (old_NH / temperature - norm_N1).exp()
     mass_N = (1.0 + change_NH.sum(1)).clamp(min=1e-300)
@@ -308,7 +308,7 @@ def minimize(
 ) -> float:
     """Return the argument in [low, high] with the least value, by a grid and golden-section search.
 
-    `in_logarithms`: search on a logarithmic scale.
+    `in_logarithms`: True searches on a logarithmic scale.
     """
     into, back = (math.log, math.exp) if in_logarithms else (float, float)
     start, end = into(low), into(high)

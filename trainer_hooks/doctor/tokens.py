@@ -1,6 +1,6 @@
 """The examined tokens of a batch: their places, versions and sampling parameters.
 
-Used by all modules of `trainer_hooks.doctor` but report and weight_causes.
+Used by all modules of `trainer_hooks.doctor` except `report` and `weight_causes`.
 
 Shape letters: B rows of a batch, T positions, N examined tokens, V vocabulary.
 """
@@ -24,12 +24,15 @@ Turns = Sequence[DynamicInferenceRequest]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExaminedTokens:
-    """Generated tokens of some rows of a batch, row by row; vectors over them end in N.
+    """Generated tokens of some rows of a batch, row by row. Names of tensors over tokens end in N.
 
-    `rows`: each row's tokens without padding. `turns`: each row's requests; None if unknown.
-    `row_N`, `column_N`: the place of a token. `id_N`: its token id.
-    `version_N`: version of the weights that sampled it. `kv_version_N`: mean version of the KV that
-    it attended to, float64. `behaviour_N`: its log-prob by the engine, float64.
+    `rows`: each row's tokens without padding.
+    `turns`: each row's requests, or None if unknown.
+    `row_N`, `column_N`: place of the token in the batch.
+    `id_N`: token id.
+    `version_N`: version of the weights that sampled the token.
+    `kv_version_N`: mean version of the KV that the token attended to, float64.
+    `behaviour_N`: the engine's log-prob of the token, float64.
     `train_version`: version of the trainer's weights.
     """
 
@@ -52,7 +55,7 @@ class ExaminedTokens:
         return values_BT[self.row_N, self.column_N].double().cpu()
 
     def pick(self, logits_of_row: Callable[[int], Tensor]) -> Tensor:
-        """Return the logits at the position before each token, which predict it, float32 [N, V].
+        """Return the logits that predict each token, at the position before it, float32 [N, V].
 
         `logits_of_row`: returns a row's logits [T, V].
         """
@@ -64,7 +67,7 @@ class ExaminedTokens:
         return torch.cat(parts)
 
     def turn_of(self, index: int) -> DynamicInferenceRequest | None:
-        """Return the request that generated token `index`; None if unknown."""
+        """Return the request that generated token `index`, or None if unknown."""
         if self.turns is None:
             return None
         column = int(self.column_N[index])
@@ -74,13 +77,14 @@ class ExaminedTokens:
         return None
 
     def params_of(self, index: int) -> SamplingParams | None:
-        """Return the sampling parameters of token `index`; None if unknown."""
+        """Return the sampling parameters of token `index`, or None if unknown."""
         turn = self.turn_of(index)
         return None if turn is None else turn.sampling_params
 
     def num_generated_before(self, index: int) -> int:
-        """Return how many tokens the turn of token `index` had generated before it. The turn must
-        be known."""
+        """Return how many tokens the turn of token `index` had generated before. Needs a known
+        turn.
+        """
         turn = self.turn_of(index)
         assert turn is not None, f"token {index} has no known turn"
         return int(self.column_N[index]) - len(turn.prompt_tokens)
@@ -92,7 +96,7 @@ def turns_of_rows(sources: Sequence[DynamicInferenceRequest | Rollout]) -> list[
 
 
 def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
-    """Return the batch as if trained at `version`. Lags are counted from it and may be negative."""
+    """Return the batch as if trained at `version`. Lags count from it, and may be negative."""
     newer = batch.train_version - version
     return replace(
         batch,
@@ -103,8 +107,9 @@ def seen_from(batch: RolloutBatch, version: int) -> RolloutBatch:
 
 
 def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
-    """Return the indices of rows spread over the batch, with at most `max_tokens` trained tokens in
-    all, but at least one row. Raises ConfigError if no token is trained on.
+    """Return the indices of rows spread over the batch, with at most `max_tokens` trained tokens.
+
+    Returns at least one row. Raises ConfigError if the batch has no trained token.
     """
     counts_B = batch.mask_BT.sum(1)
     rows = counts_B.nonzero().flatten()
@@ -117,7 +122,7 @@ def choose_rows(batch: RolloutBatch, max_tokens: int) -> Tensor:
 
 
 def examined_tokens(batch: RolloutBatch, turns: Sequence[Turns] | None) -> ExaminedTokens:
-    """Return the tokens under the mask of `batch`. Column 0 is left out: no logits predict it."""
+    """Return the tokens under the mask of `batch`, except in column 0, which no logits predict."""
     mask_BT = batch.mask_BT.clone()
     mask_BT[:, 0] = False
     row_N, column_N = mask_BT.nonzero(as_tuple=True)

@@ -1,6 +1,6 @@
 """Hypotheses that logits came from other weights, lower precision, old KV or another head.
 
-Used by `trainer_hooks.doctor.diagnosis`.
+Used by `trainer_hooks.doctor.diagnosis`. No function changes the models or the batch.
 
 Shape letters: N tokens, T positions of a row, V vocabulary.
 """
@@ -27,7 +27,7 @@ LOW_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def logprobs_by_version(case: Case) -> dict[int, Tensor]:
-    """Return all tokens' log-probs [N] by each version of the weights; {} if there is only one."""
+    """Return all tokens' log-probs [N] by each version of the weights, or {} for one version."""
     if len(case.models) == 1:
         return {}
     tokens, reference = case.tokens, case.reference
@@ -60,10 +60,11 @@ def stale_weight_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterato
 
 
 def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hypothesis]:
-    """Yield hypotheses that another version wrote KV, although the stamps do not say so.
+    """Yield hypotheses that another version wrote KV, although the version stamps do not show it.
 
-    Either the weights changed in the middle of a rollout, and the other version sampled its earlier
-    tokens; or the other version wrote the KV of the prompt, or of the part in the prefix cache.
+    In one kind of hypothesis the weights changed in the middle of a rollout, and the other version
+    sampled its earlier tokens. In the others, the other version wrote the KV of the prompt, or of
+    the part in the prefix cache.
     `by_version`: the result of `logprobs_by_version`.
     """
     trained = case.tokens.train_version
@@ -90,7 +91,7 @@ def stale_kv_causes(case: Case, by_version: Mapping[int, Tensor]) -> Iterator[Hy
 def precision_causes(case: Case) -> Iterator[Hypothesis]:
     """Yield hypotheses of lower precision: of the head, of the whole model, and of its weights.
 
-    The one of the weights is yielded only if it explains the gap up to rounding.
+    A hypothesis about the weights is yielded only if it explains the gap up to rounding.
     """
     tokens, reference = case.tokens, case.reference
     for dtype in LOW_PRECISIONS:
@@ -143,7 +144,7 @@ def precision_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def head_causes(case: Case) -> Iterator[Hypothesis]:
-    """Yield the hypothesis of a head tied to the embeddings, if the trainer's is not tied."""
+    """Yield the hypothesis that the head is tied to the embeddings, if the trainer's is not."""
     model = case.trainer_model
     head, table = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is None or head.weight is table.weight or head.weight.shape != table.weight.shape:
@@ -173,8 +174,10 @@ def place_causes(case: Case) -> Iterator[Hypothesis]:
 
 
 def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
-    """Return kinds of places in a rollout by name: which tokens are there, bool [N], and evidence
-    and remedy of a fault that is only there.
+    """Return kinds of places in a rollout, by name.
+
+    A kind has three parts: which tokens are there (bool [N]), and the evidence and remedy of a
+    fault that occurs only there.
     """
     tokens = case.tokens
     turns = [tokens.turn_of(i) for i in range(len(tokens))]
@@ -209,12 +212,12 @@ def places(case: Case) -> dict[str, tuple[Tensor, str, str]]:
 def _over_old_kv(case: Case, version: int, old_N: Tensor, place: str) -> Tensor:
     """Return log-probs of the trainer's weights over KV whose first part `version` wrote.
 
-    `place`: that part of each row, as in `stale_kv_causes`. In a "rollout", `version` also sampled
-    the part's tokens: those whose claimed log-prob equals `old_N`. Rows without such a part keep
-    the trainer's log-probs.
+    `old_N`: log-probs by `version`. `place`: the first part is the "prompt", the "prefix" in the
+    prefix cache, or in a "rollout" the tokens that `version` sampled.
     """
     tokens, trained = case.tokens, case.tokens.train_version
     predicted_N = case.reference.trainer_N.clone()
+    # In a "rollout", `version` sampled the tokens whose claimed log-prob equals `old_N`.
     is_old_N = (case.claimed_N - old_N).abs() <= case.tolerance.largest
     for row, tokens_T in enumerate(tokens.rows):
         own = (tokens.row_N == row).nonzero().flatten()

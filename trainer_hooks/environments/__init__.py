@@ -1,13 +1,13 @@
-"""Environments: what a model acts on over several turns, with tools, state and reward.
+"""Environments in which a model acts over several turns, with tools, state and reward.
 
 EnvironmentRollouts, a producer's `rollout_fn`, runs a user's ToolEnvironment or Environment.
-`verifiers`, `verifiers_v1` and `openenv` run environments of other packages; `python_tool` runs
-the model's Python programs. Used by users and by `trainer_hooks.train.task`.
+`verifiers`, `verifiers_v1` and `openenv` run environments of other packages. `python_tool` runs the
+model's Python programs. Used by users, and by `trainer_hooks.train` (task, settings).
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# The names that this package takes from each module. The stub beside this file has the same names.
 _HOMES = {
     "trainer_hooks.environments.conversation": "Conversation",
     "trainer_hooks.environments.episodes": "EnvironmentRollouts EpisodeLimits",

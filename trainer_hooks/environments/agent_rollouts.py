@@ -1,7 +1,7 @@
-"""AgentRollouts: rollouts of environments that run their own loop and ask for chat completions.
+"""AgentRollouts: base class for environments that run their own loop and request chat completions.
 
-Base class of VerifiersEnvironment and VerifiersV1Environment. Used by `trainer_hooks.train.task`,
-which loads a subclass by its import path; a producer calls the object for each sample.
+VerifiersEnvironment and VerifiersV1Environment are subclasses. `trainer_hooks.train.task` loads a
+subclass by its import path. A producer calls the object for each sample.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from trainer_hooks.rollouts import Rollout
 class AgentRollouts(ABC):
     """A rollout_fn whose subclass runs the environment in `run`.
 
-    A fault fails its rollout alone: `failure` is the kind of fault, and the state has the error.
-    The object is also an async context for resources that rollouts share.
-    `reward_fn`: scores the samples of a prompt together; None if each rollout has its own reward.
+    A fault fails only its rollout, whose `failure` is the kind of fault and whose state has the
+    error. The object is also an async context manager for resources that rollouts share.
+
+    `reward_fn`: scores the samples of a prompt together, or None if each rollout has its own
+        reward.
     """
 
     reward_fn: RewardFunction | None = None
@@ -40,11 +42,12 @@ class AgentRollouts(ABC):
         rollout_timeout_s: float | None = None,
         max_first_failures: int = 64,
     ) -> None:
-        """`name`: the environment's, for messages. `tokenizer`: one of transformers with a chat
-        template. `rollout_timeout_s`: limit on a rollout and its own score; None sets no limit.
-        `max_first_failures`: number of failed rollouts without any success that ends the run.
+        """Prepare for rollouts. Raises ConfigError for a timeout that is not above 0.
 
-        Raises ConfigError for a timeout that is not above 0.
+        `name`: the environment's name, for messages.
+        `tokenizer`: a transformers tokenizer with a chat template.
+        `rollout_timeout_s`: seconds for a rollout and its own score, or None for no limit.
+        `max_first_failures`: number of failed rollouts that ends the run if none has succeeded.
         """
         if rollout_timeout_s is not None and rollout_timeout_s <= 0:
             raise ConfigError(f"rollout_timeout_s={rollout_timeout_s} must be above 0, or null")
@@ -58,18 +61,17 @@ class AgentRollouts(ABC):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> Self:
-        """Return the environment `name` of an installed package. `options`: of the class itself."""
+        """Return the environment `name` of an installed package. `options` are arguments of the
+        class."""
 
     @abstractmethod
     def prompts(self) -> Sequence[PromptItem]:
-        """Return the prompts to train on. The columns of a prompt go to `run`."""
+        """Return the prompts to train on. `run` gets the columns of a prompt."""
 
     @abstractmethod
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the environment on the row `columns` to its end. Returns the fields of its Rollout.
-
-        Raises EnvironmentFault for a fault of a known kind.
-        """
+        """Run the environment on the row `columns` to its end. Return the fields of its Rollout.
+        Raises EnvironmentFault for a fault of a known kind."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,14 +80,12 @@ class AgentRollouts(ABC):
         await self.aclose()
 
     async def aclose(self) -> None:  # noqa: B027 - most share nothing
-        """Release resources that rollouts share. May be called twice."""
+        """Release resources that rollouts share. A second call does nothing."""
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Return the rollout of one sample.
-
-        Raises errors of the llm, ConfigErrors of `run` and of chat requests with unsupported
-        settings, and EnvironmentFailed if `max_first_failures` rollouts failed and none succeeded.
-        """
+        """Return the rollout of one sample. Raises errors of the llm, ConfigErrors of `run` and of
+        chat requests with unsupported settings. Raises EnvironmentFailed if `max_first_failures`
+        rollouts failed and none succeeded."""
         session = ChatSession(llm, self._tokenizer, self._template_options)
         try:
             fields = await in_time(self.run(session, llm.columns), self._timeout_s)

@@ -1,6 +1,6 @@
-"""ChatEndpoint: chat completions over HTTP on the loopback interface, for agents' programs.
+"""ChatEndpoint: serves chat completions over HTTP on 127.0.0.1, for agents in other processes.
 
-Used by `trainer_hooks.environments.verifiers_v1`.
+Used by `trainer_hooks.environments.verifiers_v1`. It listens on a TCP port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 class ChatEndpoint:
-    """Serves POST /chat/completions of OpenAI's protocol, below a separate URL for each session.
+    """Serves POST /chat/completions of OpenAI's protocol, with a separate URL for each session.
 
         async with ChatEndpoint() as endpoint:
             with endpoint.serving(session) as base_url: ...

@@ -1,7 +1,8 @@
 """ChatSession: answers an agent's chat completions and records them as the turns of one rollout.
 
-Used by AgentRollouts, which makes one for each rollout, by ChatEndpoint and by the client in
-`trainer_hooks.environments.verifiers`. It keeps the turns in memory.
+`trainer_hooks.environments.agent_rollouts` makes one for each rollout.
+`trainer_hooks.environments.chat_endpoint` and the client in `trainer_hooks.environments.verifiers`
+call it. It keeps the turns in memory.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from trainer_hooks.environments.protocol import Message, ModelTurn
 from trainer_hooks.producer.groups import RolloutLLM
 from trainer_hooks.rollouts import Rollout
 
-# Settings that change a token's distribution. A value is the protocols' "off" (OpenAI's and
-# vLLM's), where SamplingParams has another one.
+# Settings that change a token's distribution. A value is what OpenAI's and vLLM's protocols write
+# for "off", or None if SamplingParams writes the same.
 _FIXED: dict[str, Any] = {
     "temperature": None,
     "top_p": 1.0,
@@ -31,7 +32,7 @@ _FIXED: dict[str, Any] = {
     "frequency_penalty": None,
     "repetition_penalty": None,
 }
-# Unsupported settings, with the values (besides null) that change nothing and are accepted.
+# Unsupported settings, with the values besides null that are accepted because they change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -49,7 +50,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _HEEDED = frozenset(
     {"model", "messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stop_token_ids"}
 )
-# Settings that change neither tokens nor log-probs. Seeds are the producer's.
+# Settings that change neither tokens nor log-probs, and the seed, which the producer chooses.
 _WITHOUT_EFFECT = frozenset(
     {
         *("seed", "logprobs", "return_token_ids", "return_tokens_as_token_ids", "user", "store"),
@@ -70,7 +71,7 @@ class TurnFailedError(RolloutError):
 
 @dataclass(slots=True, eq=False)
 class _OpenConversation:
-    """A conversation, and the JSON of its tools. One call at a time uses it."""
+    """A conversation, and the JSON of its tools. Only one call at a time uses the conversation."""
 
     conversation: Conversation
     tools: str
@@ -80,9 +81,9 @@ class _OpenConversation:
 class ChatSession:
     """Answers chat completion requests by `llm`, and records each as a turn of one rollout.
 
-    A reply is never tokenised again: a call whose messages continue those of an earlier call
-    continues that token sequence, as in Conversation; other calls begin a new one. Calls may
-    overlap.
+    Replies are never tokenised again. A call whose messages continue an earlier call continues its
+    token sequence, and any other call begins a new sequence. Calls can overlap.
+
     `fault`: the first error that must end the run, even if the environment's client hid it.
     """
 
@@ -92,7 +93,7 @@ class ChatSession:
         tokenizer: Any,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokenizer`: one of transformers with a chat template."""
+        """Start without turns. `tokenizer` is a transformers tokenizer with a chat template."""
         self._llm, self._tokenizer = llm, tokenizer
         self._template_options = template_options
         self._open: list[_OpenConversation] = []
@@ -102,13 +103,11 @@ class ChatSession:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to the request `body`: a chat.completion with token ids and log-probs.
-
-        `max_tokens`, `stop` and `stop_token_ids` of the body hold in addition to the producer's;
-        other sampling settings and seeds are the producer's. Raises ContextTooLongError,
-        TurnFailedError, ConfigError for unsupported settings, and errors of generation.
-        """
+        The body's `max_tokens`, `stop` and `stop_token_ids` apply in addition to the producer's.
+        All other sampling settings are the producer's. Raises ContextTooLongError, TurnFailedError,
+        ConfigError for unsupported settings, and errors of generation."""
         try:
-            # A client of the openai package sends the keys of extra_body at the top level.
+            # The openai package sends the keys of extra_body at the top level.
             own = {name: value for name, value in body.items() if name != "extra_body"}
             body = {**(body.get("extra_body") or {}), **own}
             changes = self._changes(body)
@@ -123,10 +122,8 @@ class ChatSession:
             raise
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return all turns as a Rollout. `fields`: further fields of the Rollout, such as `reward`.
-
-        The Rollout has failed if there is no turn, or if a turn's request failed.
-        """
+        """Return all turns as a Rollout with further `fields`, such as `reward`. It is a failed
+        Rollout if there is no turn or if a turn's request failed."""
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
         for opened in self._open:
@@ -139,7 +136,7 @@ class ChatSession:
         return Rollout(requests, sequence_starts=starts or (0,), **fields)
 
     def clear(self) -> None:
-        """Discard all turns so far, before the agent starts again."""
+        """Discard all turns, before the agent starts again."""
         self._open, self._has_failed_turn = [], False
 
     async def _complete(self, body: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +166,6 @@ class ChatSession:
         }
 
     def _idle_conversation(self, tools: Sequence[Mapping[str, Any]]) -> _OpenConversation:
-        """Return an idle conversation with the same tools, else a new one."""
         key = json.dumps(list(tools), sort_keys=True)
         for opened in self._open:
             if opened.tools == key and not opened.is_busy:
@@ -179,10 +175,8 @@ class ChatSession:
         return self._open[-1]
 
     def _changes(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of SamplingParams that a body changes.
-
-        Raises ConfigError for settings that are not supported.
-        """
+        """Return the SamplingParams fields that a body changes. Raises ConfigError for unsupported
+        settings."""
         params = self._llm.sampling_params
         for name, off in _FIXED.items():
             given, own = body.get(name), getattr(params, name)
@@ -247,7 +241,6 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _error_of(request: DynamicInferenceRequest) -> RolloutError:
-    """Return the error for a request that did not succeed."""
     errors = [each.payload for each in request.events if isinstance(each.payload, Exception)]
     if errors and isinstance(errors[-1], MaxSequenceLengthOverflowError):
         return ContextTooLongError(str(errors[-1]))

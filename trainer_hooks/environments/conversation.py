@@ -1,7 +1,7 @@
 """Conversation: turns chat messages into token ids without tokenising sampled text again.
 
-Used by EnvironmentRollouts and Episode, by ChatSession, and by users' rollout functions. It keeps
-the conversation's text, ids and requests in memory.
+Used by `trainer_hooks.environments.episodes`, `trainer_hooks.environments.chat_session` and users'
+rollout functions. It keeps the conversation's text, ids and requests in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from rollout.tool_calls import THOUGHTS, ReplyFormat, ToolCall, format_of, read_
 from trainer_hooks.environments.protocol import Message, ModelTurn, ToolSchema
 from trainer_hooks.rollouts import Rollout
 
-# A code point that no text contains: the texts on its two sides are tokenised separately.
+# A code point that no text contains. The texts on its two sides are tokenised separately.
 _CUT = "\ufdd0"
-_NUM_LAST = 200  # last characters of a prompt, which may begin the reply
+_NUM_LAST = (
+    200  # last characters of a prompt that are searched for markup which the reply continues
+)
 
 
 class Conversation:
@@ -34,16 +36,16 @@ class Conversation:
         turn = conversation.add(request)
         messages.append(turn.message)            # then the answer of a tool or a user
 
-    The template renders all messages as text, and each turn of the model as exactly the text that
-    it generated. If that text extends the previous text, the ids are the previous ids, the sampled
-    ids, and the ids of the new text alone. If it does not (templates that drop earlier thinking,
-    edited messages), the whole text is tokenised and starts a new token sequence. So every prompt
-    is exactly what the template makes of the messages.
-    If a template refuses the model's markup in a message, it gets thoughts and calls separately.
-    Special tokens come only from the template and the model: where another message contains the
-    text of a special token, such as "<|im_end|>", it is tokenised as plain text.
-    `requests`: the model's turns, in order. `sequence_starts`: index in `requests` of the first
-    turn of each token sequence.
+    The chat template renders all messages as text, with each turn of the model exactly as
+    generated. If the new text extends the previous text, the ids are the previous ids, the sampled
+    ids, and the ids of the added text. Otherwise the whole text is tokenised and starts a new token
+    sequence. Templates that drop earlier thinking, and edited messages, have this effect.
+
+    Special tokens come only from the template and the model. Text such as "<|im_end|>" in any other
+    message is tokenised as plain text.
+
+    `requests`: the requests of the model's turns, in order.
+    `sequence_starts`: index in `requests` of the first turn of each token sequence.
     """
 
     def __init__(
@@ -53,10 +55,11 @@ class Conversation:
         template_options: Mapping[str, Any] | None = None,
         reply_format: ReplyFormat | None = None,
     ) -> None:
-        """`tokenizer`: one of transformers. `template_options`: arguments such as enable_thinking.
-        `reply_format`: the notation of thoughts and calls; None detects it from the chat template.
+        """Start without messages. Raises ConfigError for a tokenizer without a chat template.
 
-        Raises ConfigError for a tokenizer without a chat template.
+        `tokenizer`: a transformers tokenizer.
+        `template_options`: arguments of the template, such as enable_thinking.
+        `reply_format`: markup of thoughts and calls. None detects it in the chat template.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -74,7 +77,7 @@ class Conversation:
         self._special_start = re.compile(f"(?=(?:{longer}))(.)", re.DOTALL) if longer else None
         self._text = ""
         self._ids: list[int] = []
-        self._end_text = ""  # text of the token that ended the last turn
+        self._end_text = ""  # text of the special token that ended the last turn
         self._turns: dict[int, ModelTurn] = {}  # turns by the index of their message
         self._num_messages = 0
         self.requests: list[DynamicInferenceRequest] = []
@@ -94,10 +97,8 @@ class Conversation:
         return list(self._ids)
 
     def add(self, request: DynamicInferenceRequest) -> ModelTurn:
-        """Record the finished request of the last `prompt` call, and return its turn.
-
-        Raises ConfigError for a request with another prompt.
-        """
+        """Record the finished request of the last `prompt` call, and return its turn. Raises
+        ConfigError for a request with another prompt."""
         if request.prompt_tokens.tolist() != self._ids:
             raise ConfigError(
                 f"request {request.request_id} was not generated from the last prompt of this "
@@ -124,11 +125,6 @@ class Conversation:
         return turn
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Return the template's text of all messages.
-
-        A template that refuses the model's markup in a message, as GPT-OSS's does, gets thoughts,
-        content and calls separately.
-        """
         render = partial(
             self._tokenizer.apply_chat_template,
             tools=self._tools or None,
@@ -138,27 +134,27 @@ class Conversation:
         )
         try:
             return str(render([self._as_generated(i, each) for i, each in enumerate(messages)]))
-        except TemplateError:
+        except TemplateError:  # GPT-OSS's template refuses markup in a message
             if not self._turns:
                 raise
             return str(render([self._split(i, each) for i, each in enumerate(messages)]))
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return the turns so far as a Rollout. `fields`: its further fields, such as `reward`."""
+        """Return the turns so far as a Rollout with further `fields`, such as `reward`."""
         starts = [start for start in self.sequence_starts if start < len(self.requests)]
         return Rollout(list(self.requests), sequence_starts=starts or (0,), **fields)
 
     def _as_generated(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; for a turn of the model, its generated text."""
+        """Return the message for the template. A turn of the model has its generated text as
+        content."""
         turn = self._turns.get(index)
         if turn is not None and _is_of(message, turn):
             return {"role": "assistant", "content": turn.text}
         return {name: self._without_special(value) for name, value in message.items()}
 
     def _split(self, index: int, message: Message) -> dict[str, Any]:
-        """Return the message for the template; for a turn of the model, its thoughts, content and
-        calls.
-        """
+        """Return the message for the template. A turn of the model has separate thoughts, content
+        and calls."""
         turn = self._turns.get(index)
         if turn is None or not _is_of(message, turn):
             return {name: self._without_special(value) for name, value in message.items()}
@@ -170,7 +166,7 @@ class Conversation:
         return parts
 
     def _without_special(self, value: Any) -> Any:
-        """Return `value` with a cut in the text of each special token, also in nested values."""
+        """Return `value` with a _CUT inside each text of a special token, also in nested values."""
         if isinstance(value, str):
             return (
                 value
@@ -197,7 +193,7 @@ class Conversation:
 
 
 def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
-    """Return the reply format that the chat template shows, by default with <think> tags."""
+    """Return the reply format of the chat template, by default with <think> tags."""
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         named = "tool_use" if has_tools and "tool_use" in template else "default"
@@ -207,18 +203,17 @@ def _format_of(tokenizer: Any, has_tools: bool) -> ReplyFormat:
 
 
 def _as_object(call: ToolCall) -> dict[str, Any]:
-    """Return a call for templates, with arguments as an object instead of text."""
     written = call.as_json()
     return {**written, "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
 
 
 def _is_of(message: Message, turn: ModelTurn) -> bool:
-    """Return whether `message` is the message of `turn`."""
     return message.get("role") == "assistant" and _key(message) == _key(turn.message)
 
 
 def _key(message: Message) -> tuple[str, list[tuple[str, Any]]]:
-    """Return the parts of a turn's message that a client's round trip leaves unchanged."""
+    """Return the parts of a turn's message that a client leaves unchanged when it sends them
+    back."""
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return (message.get("content") or "").strip(), [
         (call.get("name", ""), _parsed(call.get("arguments"))) for call in calls

@@ -1,6 +1,7 @@
-"""EnvironmentRollouts: the rollout_fn that lets the model act in an environment.
+"""EnvironmentRollouts: a rollout_fn that runs one episode of an environment for each sample.
 
-Made by users and by `trainer_hooks.train.task`. A producer and `evaluate` call it for each sample.
+Users and `trainer_hooks.train.task` make it. AsyncRolloutProducer and `trainer_hooks.evaluation`
+call it for each sample.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from trainer_hooks.rollouts import Rollout
 class EpisodeLimits:
     """Limits of an episode.
 
-    `max_turns`: turns of the model.
-    `max_total_tokens`: tokens of one prompt and its turn; None leaves the limit to the engine,
-    where a longer request fails.
-    `step_timeout_s`: time of each call of the environment. `rollout_timeout_s`: wall time of the
-    whole rollout, including pauses of the engines. None sets no limit.
+    `max_turns`: most turns of the model.
+    `max_total_tokens`: most tokens of one prompt and its turn. None leaves the limit to the engine,
+        where a longer request fails.
+    `step_timeout_s`: seconds for each call of the environment. None sets no limit.
+    `rollout_timeout_s`: seconds for the whole rollout, including pauses of the engines. None sets
+        no limit.
     """
 
     max_turns: PositiveInt = 16
@@ -50,21 +52,23 @@ class EpisodeLimits:
 
 
 class EnvironmentRollouts:
-    """A `rollout_fn`: runs one episode of an environment for each sample.
+    """A `rollout_fn` that runs one episode of an environment for each sample.
 
         async with EnvironmentRollouts(Store, tokenizer) as rollout_fn:
             async with AsyncRolloutProducer(llm, prompts, None, 8, 16, 1, rollout_fn) as producer:
 
-    `make`: the environment's class, or another factory of instances; it may be async.
-    The prompt's row gives the first messages: its column `messages`, or its text as a user message.
-    A call of an unknown tool, or with malformed arguments, is not a fault: the model reads an error
-    as the tool's answer.
-    A fault (the environment raises, hangs or is closed, or a request fails) fails its rollout alone
-    and sets the rollout's `failure` to the kind of fault.
-    `state` of a rollout has "end" (done, length, max_turns, max_total_tokens, failure), num_turns,
-    num_tool_calls, num_bad_tool_calls, and the environment's own state as "environment", or after a
-    fault "error".
-    A cancelled rollout aborts its request and releases its environment.
+    `make` is the environment's class, or another function that returns instances and can be async.
+    The first messages are the column `messages` of the prompt's row, or the prompt's text as a user
+    message.
+
+    A call of an unknown tool, or with malformed arguments, is no fault. The model reads an error as
+    the tool's answer. A fault is an environment that raises, hangs or is closed, or a request that
+    fails. It fails only its rollout, whose `failure` is the kind of fault. A cancelled rollout
+    aborts its request and releases its environment.
+
+    The `state` of a rollout has "end" (done, length, max_turns, max_total_tokens or failure),
+    "num_turns", "num_tool_calls" and "num_bad_tool_calls". The environment's own state is in
+    "environment", or a fault's message in "error".
     """
 
     def __init__(
@@ -77,9 +81,12 @@ class EnvironmentRollouts:
         template_options: Mapping[str, Any] | None = None,
         max_first_failures: int = 64,
     ) -> None:
-        """`tokenizer`: one of transformers with a chat template. `max_environments`: instances in
-        use at a time. `template_options`: arguments of the chat template. `max_first_failures`:
-        number of failed rollouts without any success that ends the run.
+        """Make a pool of environments, empty at first.
+
+        `tokenizer`: a transformers tokenizer with a chat template.
+        `max_environments`: most instances in use at a time.
+        `template_options`: arguments of the chat template.
+        `max_first_failures`: number of failed rollouts that ends the run if none has succeeded.
 
         Raises ConfigError for numbers out of range and for a tokenizer without a chat template.
         """
@@ -89,11 +96,9 @@ class EnvironmentRollouts:
         self._faults = FaultCounter(str(getattr(make, "__name__", make)), max_first_failures)
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Return the rollout of one sample.
-
-        Raises errors of generation, ConfigErrors of the environment, and EnvironmentFailed if
-        `max_first_failures` rollouts failed and none succeeded.
-        """
+        """Return the rollout of one sample. Raises errors of generation, ConfigErrors of the
+        environment, and EnvironmentFailed if `max_first_failures` rollouts failed and none
+        succeeded."""
         try:
             environment = await self._pool.acquire()
         except EnvironmentFault as fault:
@@ -116,7 +121,8 @@ class EnvironmentRollouts:
         return Conversation(self._tokenizer, tools, self._options)
 
     async def aclose(self, timeout_s: float = 10.0) -> None:
-        """Close the environments, those in use when their rollout ends. May be called twice."""
+        """Close all environments. An environment in use is closed when its rollout ends. A second
+        call does nothing."""
         await self._pool.aclose(timeout_s)
 
     async def __aenter__(self) -> EnvironmentRollouts:
@@ -149,7 +155,7 @@ class Episode:
         limits: EpisodeLimits,
         converse: Callable[[Sequence[ToolSchema]], Conversation],
     ) -> None:
-        """`converse`: returns a Conversation with the given tools."""
+        """Start without turns. `converse` returns a Conversation with the given tools."""
         self._environment, self._llm, self._limits = environment, llm, limits
         self._messages = messages
         self._converse, self._conversation = converse, converse(())
@@ -182,7 +188,7 @@ class Episode:
         return await self._environment.call(name, *args, timeout_s=self._limits.step_timeout_s)
 
     async def _next_turn(self) -> ModelTurn | None:
-        """Return the model's next turn; None if a limit of tokens cut it or leaves it no room."""
+        """Return the model's next turn, or None if a limit of tokens cut it or left no room."""
         ids = self._conversation.prompt(self._messages)
         limit, changes = self._limits.max_total_tokens, {}
         if limit is not None:
@@ -209,7 +215,7 @@ class Episode:
         return turn
 
     async def _answer(self, turn: ModelTurn, names: Sequence[str]) -> Step:
-        """Return the environment's answer to a turn, and errors for calls that it does not get."""
+        """Return the environment's answer to a turn, with an error for each bad tool call."""
         errors = [_call_error(call, names) for call in turn.tool_calls]
         good = [call for call, e in zip(turn.tool_calls, errors, strict=True) if e is None]
         self._num_tool_calls += len(turn.tool_calls) + len(turn.malformed_calls)
@@ -231,10 +237,8 @@ class Episode:
         return replace(step, messages=[*_messages_of("step", step.messages), *refusals])
 
     def _add_reward(self, name: str, reward: Any) -> None:
-        """Add a reward that method `name` returned: a number, named parts, or None for nothing.
-
-        Raises EnvironmentFault for other values.
-        """
+        """Add the reward that method `name` returned: a number, named parts, or None. Raises
+        EnvironmentFault for other values."""
         try:
             if isinstance(reward, Mapping):
                 self._terms = {str(term): float(value) for term, value in reward.items()}
@@ -256,7 +260,7 @@ class Episode:
             raise EnvironmentFault("state_error", f"state() is not JSON-able: {error}") from error
 
     def rollout(self) -> Rollout:
-        """Return the episode as a Rollout; a failed one if a fault was recorded."""
+        """Return the episode as a Rollout, which has failed if `fault` is set."""
         state = {
             "end": "failure" if self.fault else self._end,
             "num_turns": len(self._conversation.requests),
@@ -285,7 +289,7 @@ def _messages_of(name: str, messages: Any) -> Sequence[Message]:
 
 
 def _call_error(call: ToolCall, names: Sequence[str]) -> str | None:
-    """Return the error that the model reads for a bad call; None for a good call."""
+    """Return the error that the model reads for a bad call, or None for a good call."""
     if call.name not in names:
         return f"error: there is no tool {call.name!r}; the tools are: {', '.join(names) or 'none'}"
     try:

@@ -1,6 +1,7 @@
-"""Faults of environments: a fault fails its own rollout alone, unless no rollout ever succeeds.
+"""Faults of environments. A fault fails only its own rollout, unless no rollout ever succeeds.
 
-Used by the other modules of `trainer_hooks.environments` that run an environment's code.
+Used by `trainer_hooks.environments` (agent_rollouts, episodes, pool, verifiers, verifiers_v1), and
+by `trainer_hooks.train.hydra_job`, which reports EnvironmentFailed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class EnvironmentFault(RolloutError):
     """An environment raised, took too long or was closed, or a turn's request failed.
 
     `kind`: a name such as "step_error" or "reset_timeout", or the name of a package's error class.
-    It becomes the rollout's `failure`.
+        It becomes the rollout's `failure`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -28,26 +29,25 @@ class EnvironmentFault(RolloutError):
 
 
 class EnvironmentFailed(RolloutError):
-    """No rollout of an environment has ever succeeded. Its cause is the last rollout's error."""
+    """No rollout of an environment has succeeded. `__cause__` is the last rollout's error."""
 
 
 class FaultCounter:
     """Logs the faults of an environment's rollouts. Ends the run if no rollout ever succeeds."""
 
     def __init__(self, name: str, max_first_failures: int) -> None:
-        """`name`: the environment's. `max_first_failures`: number of failed rollouts without any
-        success that ends the run.
-        """
+        """Start without faults. `name` is the environment's name. The run ends after
+        `max_first_failures` failed rollouts if none has succeeded."""
         self._name, self._max_first_failures = name, max_first_failures
         self._log = FailureLog(f"environment {name}")
         self._num_first_failures, self._has_succeeded = 0, False
 
     def add_success(self) -> None:
-        """Count a rollout without a fault."""
         self._has_succeeded = True
 
     def add(self, fault: EnvironmentFault) -> None:
-        """Log and count a fault. Raises EnvironmentFailed if too many came before a success."""
+        """Log and count a fault. Raises EnvironmentFailed if too many came before the first
+        success."""
         cause = fault.__cause__ or fault
         self._log.add(cause)
         if self._has_succeeded:
@@ -63,10 +63,8 @@ class FaultCounter:
 
 async def in_time(work: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
     """Return the result of `work`. Raises EnvironmentFault if it takes longer than `timeout_s`.
-
-    If the caller is cancelled or the time is up, `work` is cancelled and has ended before this
-    raises. `timeout_s` of None sets no limit.
-    """
+    None sets no limit. If the caller is cancelled or the time is over, `work` is cancelled and ends
+    before this function does."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

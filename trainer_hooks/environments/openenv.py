@@ -1,7 +1,7 @@
-"""OpenEnvironment: an environment behind an OpenEnv server, through the package openenv's client.
+"""OpenEnvironment: an environment behind an OpenEnv server, by the client of the package openenv.
 
-make = functools.partial(OpenEnvironment, "http://127.0.0.1:8000", action_field="message")
-async with EnvironmentRollouts(make, tokenizer, max_environments=16) as rollout_fn: ...
+    make = functools.partial(OpenEnvironment, "http://127.0.0.1:8000", action_field="message")
+    async with EnvironmentRollouts(make, tokenizer, max_environments=16) as rollout_fn: ...
 
 Used by users, and by training jobs that name it as `environment.path`.
 """
@@ -17,14 +17,12 @@ from trainer_hooks.environments.protocol import Environment, Message, ModelTurn,
 
 
 class OpenEnvironment(Environment):
-    """A session with an OpenEnv server that is kept from episode to episode.
-
-    The content of each turn becomes the field `action_field` of the server's action. Each
-    observation becomes a user message: its field `observation_field`, or the whole observation as
-    JSON if that is None. Override `action` and `message` to change this. The rewards of all steps
-    are added; the state is the server's. `max_environments` of EnvironmentRollouts must not exceed
-    the server's `max_concurrent_envs`.
-    """
+    """A session with an OpenEnv server, which is kept from episode to episode. The content of each
+    turn becomes the field `action_field` of the server's action. Each observation becomes a user
+    message with its field `observation_field`. If `observation_field` is None, the message has the
+    whole observation as JSON. Override `action` and `message` to change this. The reward is the sum
+    of the steps' rewards, and the state is the server's. `max_environments` of EnvironmentRollouts
+    must not exceed the server's `max_concurrent_envs`."""
 
     def __init__(
         self,
@@ -35,10 +33,12 @@ class OpenEnvironment(Environment):
         reset_columns: Sequence[str] = (),
         message_timeout_s: float = 60.0,
     ) -> None:
-        """`base_url`: the server's. `reset_columns`: columns of the prompt that are arguments of
-        the server's reset, such as "seed". `message_timeout_s`: limit on each answer of the server.
+        """Prepare a session. Raises ConfigError if the package openenv is missing.
 
-        Raises ConfigError without the package openenv.
+        `base_url`: address of the server.
+        `reset_columns`: columns of the prompt that become arguments of the server's reset, such as
+            "seed".
+        `message_timeout_s`: seconds for each answer of the server.
         """
         try:
             from openenv.core import GenericEnvClient
@@ -50,13 +50,11 @@ class OpenEnvironment(Environment):
         self._client = GenericEnvClient(base_url, message_timeout_s=message_timeout_s)
         self._action_field, self._observation_field = action_field, observation_field
         self._reset_columns = list(reset_columns)
-        self._rewards: list[float | None] = []  # of the steps of this episode
+        self._rewards: list[float | None] = []  # rewards of this episode's steps
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Start an episode on the server and return its first observation as messages.
-
-        Raises ConfigError for a row that lacks one of `reset_columns`.
-        """
+        """Start an episode on the server and return its first observation as messages. Raises
+        ConfigError for a row that lacks one of `reset_columns`."""
         if missing := [name for name in self._reset_columns if name not in row]:
             raise ConfigError(f"the prompt lacks the columns {missing}, which reset_columns names")
         self._rewards = []
@@ -73,7 +71,8 @@ class OpenEnvironment(Environment):
         )
 
     def reward(self) -> float | None:
-        """Return 0, to which the steps' rewards are added; None if there were steps without any."""
+        """Return 0, to which the steps' rewards are added, or None if all steps were without a
+        reward."""
         has_reward = not self._rewards or any(each is not None for each in self._rewards)
         return 0.0 if has_reward else None
 
@@ -83,7 +82,6 @@ class OpenEnvironment(Environment):
         return state
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
     def action(self, turn: ModelTurn) -> dict[str, Any]:
@@ -91,7 +89,7 @@ class OpenEnvironment(Environment):
         return {self._action_field: turn.content}
 
     def message(self, observation: Mapping[str, Any]) -> Message | None:
-        """Return an observation as the message that the model reads; None for no message."""
+        """Return an observation as the message that the model reads, or None for no message."""
         content = observation
         if self._observation_field is not None:
             content = observation[self._observation_field]

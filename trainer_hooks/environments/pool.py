@@ -1,6 +1,7 @@
-"""EnvironmentPool: a bounded number of environment instances, reused for one episode after another.
+"""EnvironmentPool: environment instances that are reused for one episode after another.
 
-Used by `trainer_hooks.environments.episodes`. Each instance has a thread.
+Used by `trainer_hooks.environments.episodes`. The number of instances in use is limited. Each
+instance has a thread.
 """
 
 from __future__ import annotations
@@ -24,45 +25,43 @@ MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 
 
 class HostedEnvironment:
-    """An environment instance with the thread that runs its methods.
+    """An environment instance with a thread that runs its methods. Async methods run in the event
+    loop.
 
-    Async methods run in the event loop. The thread is a daemon: a method that never returns blocks
-    neither the event loop nor the program's exit.
-    `is_sound`: whether the instance may be used for another episode.
+    The thread is a daemon, so a method that never returns blocks neither the event loop nor the
+    program's exit.
+
+    `is_reusable`: whether another episode can use the instance. It is False once a method has
+        raised, taken too long or been cancelled.
     """
 
     def __init__(self, make: MakeEnvironment) -> None:
-        """`make`: returns the instance; called before the first method."""
+        """Start without an instance. The first method call makes it by `make`."""
         self._make = make
         self._environment: Environment | None = None
         self._thread = _Thread()
         self._task: asyncio.Task[Any] | None = None
-        self.is_sound = True  # until a method raises, takes too long or is cancelled
+        self.is_reusable = True
 
     @property
     def tools(self) -> Any:
-        """Schemas of the environment's tools; () before the first method call.
-
-        Raises EnvironmentFault if the property raises anything but ConfigError; the instance is
-        then not sound.
-        """
+        """Return the schemas of the environment's tools, or () before the first method call. Raises
+        EnvironmentFault if the property raises an error other than ConfigError."""
         try:
             return getattr(self._environment, "tools", ())
         except Exception as error:  # the user's code may raise anything
-            self.is_sound = False
+            self.is_reusable = False
             if isinstance(error, ConfigError):
                 raise
             raise EnvironmentFault("tools_error", f"tools raised {error!r}") from error
 
     async def call(self, name: str, *args: Any, timeout_s: float | None) -> Any:
-        """Return the result of method `name`; None if the environment has no such method.
-
-        Raises EnvironmentFault if the method raises or exceeds `timeout_s`; the instance is then
-        not sound. ConfigError, and a ToolCallError of `step`, pass through.
-        """
+        """Return the result of method `name`, or None if the environment has no such method. Raises
+        EnvironmentFault if the method raises or exceeds `timeout_s`. ConfigError, and a
+        ToolCallError of `step`, pass through."""
         task = self._task = asyncio.ensure_future(self._run(name, args))
         task.add_done_callback(_retrieve_exception)
-        was_sound, self.is_sound = self.is_sound, False
+        was_reusable, self.is_reusable = self.is_reusable, False
         try:
             done, _ = await asyncio.wait({task}, timeout=timeout_s)
         finally:
@@ -75,14 +74,15 @@ class HostedEnvironment:
             raise
         except (Exception, asyncio.CancelledError) as error:  # the user's code may raise anything
             if isinstance(error, ToolCallError) and name == "step":
-                self.is_sound = was_sound
+                self.is_reusable = was_reusable
                 raise
             raise EnvironmentFault(f"{name}_error", f"{name}() raised {error!r}") from error
-        self.is_sound = was_sound
+        self.is_reusable = was_reusable
         return result
 
     async def close(self) -> None:
-        """Close the instance when its last method has returned, and end the thread. Logs errors."""
+        """Close the instance after its last method has returned, and end the thread. Logs
+        errors."""
         try:
             if self._task is not None and not self._task.done():
                 await asyncio.wait({self._task})
@@ -98,7 +98,7 @@ class HostedEnvironment:
             self._thread.end()
 
     def _close_in_thread(self) -> Any:
-        # Read here, as the instance may have been created only after its rollout was cancelled.
+        # Read in the thread, which can create the instance after its rollout was cancelled.
         close = getattr(self._environment, "close", None)
         return None if close is None else close()
 
@@ -120,7 +120,7 @@ class HostedEnvironment:
         return keep_made
 
     def _keep_made(self) -> None:
-        # Stored by the thread, so that `close` finds it if the caller was cancelled meanwhile.
+        # The thread stores the instance, so that `close` finds it if the caller was cancelled.
         self._environment = self._make()  # type: ignore[assignment]
 
     async def _in_loop_or_thread(self, work: Callable[[], Any]) -> Any:
@@ -128,14 +128,14 @@ class HostedEnvironment:
         if inspect.iscoroutinefunction(function):
             try:
                 return await work()
-            except SystemExit as error:  # it would end the event loop
+            except SystemExit as error:  # SystemExit ends the event loop
                 raise RuntimeError(repr(error)) from error
         result = await self._thread.submit(work)
         return await result if inspect.isawaitable(result) else result
 
 
 class _Thread:
-    """A daemon thread that runs functions in order. It starts with the first one."""
+    """A daemon thread that runs functions in order. It starts with the first function."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -164,12 +164,10 @@ class _Thread:
         return future
 
     async def idle(self) -> None:
-        """Wait until all submitted work is done."""
         if self._has_begun:
             await self.submit(lambda: None)
 
     def end(self) -> None:
-        """End the thread after all submitted work."""
         self._works.put(None)
 
     def _loop(self) -> None:
@@ -178,13 +176,13 @@ class _Thread:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():  # its caller was cancelled
+    if future.done():  # the caller was cancelled
         _drop(result)
     elif error is None:
         future.set_result(result)
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    else:  # a future cannot hold a StopIteration, and a SystemExit would end the event loop
+    else:  # a future cannot hold StopIteration, and SystemExit ends the event loop
         future.set_exception(RuntimeError(repr(error)))
 
 
@@ -201,14 +199,13 @@ def _retrieve_exception(task: asyncio.Task[Any]) -> None:
 
 
 class EnvironmentPool:
-    """At most `max_environments` environment instances in use.
-
-    An instance whose episode had no fault is reused. Another is closed when its last method
-    returns, and no longer counts as in use even if it hangs. A pool serves one event loop.
-    """
+    """At most `max_environments` environment instances in use. A pool serves one event loop. An
+    instance whose episode had no fault is reused. Any other instance is closed when its last method
+    returns, and no longer counts as in use even if it hangs."""
 
     def __init__(self, make: MakeEnvironment, max_environments: int) -> None:
-        """`make`: returns a new instance. Raises ConfigError for `max_environments` below 1."""
+        """Start without instances. `make` returns a new one. Raises ConfigError for
+        `max_environments` below 1."""
         if max_environments < 1:
             raise ConfigError(f"max_environments={max_environments} must be at least 1")
         self._make = make
@@ -218,10 +215,8 @@ class EnvironmentPool:
         self._is_closed = False
 
     async def acquire(self) -> HostedEnvironment:
-        """Wait for an instance and return it, for the caller alone until `release`.
-
-        Raises EnvironmentFault if the pool is closed.
-        """
+        """Wait for an instance and return it for exclusive use until `release`. Raises
+        EnvironmentFault if the pool is closed."""
         await self._places.acquire()
         if self._is_closed:
             self._places.release()
@@ -229,18 +224,16 @@ class EnvironmentPool:
         return self._idle.pop() if self._idle else HostedEnvironment(self._make)
 
     def release(self, environment: HostedEnvironment) -> None:
-        """Return the instance to the pool, or close it if it is not sound."""
+        """Return the instance to the pool, or close it if it is not reusable."""
         self._places.release()
-        if environment.is_sound and not self._is_closed:
+        if environment.is_reusable and not self._is_closed:
             self._idle.append(environment)
         else:
             self._close(environment)
 
     async def aclose(self, timeout_s: float) -> None:
-        """Close all instances; those in use are closed when they are released. May be called twice.
-
-        Returns after `timeout_s` even if some instances do not close.
-        """
+        """Close all instances, at the latest when they are released. Returns after `timeout_s`
+        seconds even if instances are still closing. Can be called twice."""
         self._is_closed = True
         while self._idle:
             self._close(self._idle.pop())

@@ -30,11 +30,15 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonLimits:
-    """Limits of one program.
+    """Limits of one program. A limit that is not positive, or not whole where it must be, raises
+    ConfigError.
 
-    `wall_s`: seconds from start to end. `cpu_s`: whole seconds of processor time. `memory_bytes`:
-    size of its address space. `output_bytes`: printed bytes; a program that prints more is ended.
-    `file_bytes`: size of one file. `disk_bytes`: size of all files, which are kept in memory.
+    `wall_s`: seconds from start to end.
+    `cpu_s`: whole seconds of processor time.
+    `memory_bytes`: size of the address space.
+    `output_bytes`: printed bytes. A program that prints more is ended.
+    `file_bytes`: size of one file.
+    `disk_bytes`: size of all files, which are kept in memory.
     """
 
     wall_s: PositiveSeconds = 10.0
@@ -45,16 +49,15 @@ class PythonLimits:
     disk_bytes: PositiveInt = 16 << 20
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a limit that is not positive, or not whole where it must be."""
         check_fields(self, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonResult:
-    """The output of a program, with standard error, and how it ended.
+    """The output of a program, including standard error, and how it ended.
 
-    `exit_status`: 0, the program's status, or 128 plus the number of the signal that ended it.
-    `stopped_by`: the limit that ended the program; None if none did.
+    `exit_status`: the program's status, or 128 plus the number of the signal that ended it.
+    `stopped_by`: the limit that ended the program, or None.
     """
 
     output: str
@@ -62,7 +65,7 @@ class PythonResult:
     stopped_by: str | None = None
 
     def __str__(self) -> str:
-        """Return the output for a model, with a line in brackets if the program was stopped."""
+        """Return the output for a model, with a line in brackets if a limit ended the program."""
         if self.stopped_by is None:
             return self.output
         separator = "\n" if self.output and not self.output.endswith("\n") else ""
@@ -70,19 +73,20 @@ class PythonResult:
 
 
 class PythonTool:
-    """Runs at most `num_processes` programs at a time; others wait in order of arrival.
+    """Runs at most `num_processes` programs at a time. Further programs wait in order of arrival.
 
-    Each program has its own interpreter with the packages of this one, an empty directory that is
-    deleted afterwards, no environment variables of this process and no standard input. Nothing is
-    kept between programs.
+    Each program has its own interpreter with the packages of this process, and an empty directory
+    that is deleted afterwards. It has no environment variables of this process and no standard
+    input. Nothing is kept between programs.
 
-    `protections` names those that hold, out of sandboxed_python.PROTECTIONS: "network" (no
-    sockets), "processes" (no other process can be started or signalled), "files" (only Python, its
-    packages and system libraries can be read, only the own directory written) and "disk" (the total
-    size of files is limited, not only each file's). They use user namespaces, Landlock and seccomp
-    of the Linux kernel. The sandbox is not a virtual machine: it does not protect from faults of
-    the kernel, and a program can see names, sizes and times of files and the time that other
-    programs take.
+    `protections` has the names of the protections that this kernel gives. With "network" a program
+    has no sockets. With "processes" it cannot start or signal another process. With "files" it
+    reads only Python, its packages and system libraries, and writes only its own directory. With
+    "disk" the total size of its files is limited.
+
+    The protections use user namespaces, Landlock and seccomp of the Linux kernel. The sandbox is no
+    virtual machine. It does not protect from faults of the kernel. A program can see names, sizes
+    and times of files, and the time that other programs take.
     """
 
     def __init__(
@@ -92,11 +96,13 @@ class PythonTool:
         num_processes: int = 4,
         required: Sequence[str] = PROTECTIONS,
     ) -> None:
-        """`limits`: of each program; None takes the defaults. `required`: protections without
-        which no program is run.
+        """Find the kernel's protections by starting Python once.
 
-        Raises ConfigError if the kernel lacks one of them, for `num_processes` below 1, for limits
-        under which Python does not start, and outside Linux.
+        `limits`: limits of each program. None takes the defaults.
+        `required`: protections without which no program is run.
+
+        Raises ConfigError if the kernel lacks a required protection, for `num_processes` below 1,
+        for limits under which Python does not start, and outside Linux.
         """
         if num_processes < 1:
             raise ConfigError(f"num_processes={num_processes} must be at least 1")
@@ -113,9 +119,7 @@ class PythonTool:
 
     async def run(self, program: str) -> PythonResult:
         """Run `program` to its end and return its output. Cancelling this call ends the program.
-
-        Raises OSError if no process can be started.
-        """
+        Raises OSError if no process can be started."""
         permit = await self._limiter.acquire()
         try:
             with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
@@ -138,7 +142,7 @@ class PythonTool:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(directory),
-            start_new_session=True,  # its process group can be killed
+            start_new_session=True,  # so that its process group can be killed
         )
         output, stopped_by = bytearray(), None
         try:
@@ -157,13 +161,11 @@ class PythonTool:
     async def _exchange(
         self, process: asyncio.subprocess.Process, program: str, output: bytearray
     ) -> str | None:
-        """Send the program to the process and append its output to `output`, until it ends.
-
-        Returns the limit that the output exceeded, else None.
-        """
+        """Send the program to the process and append its output to `output`, until it ends. Return
+        the limit that the output exceeded, or None."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it ended early; its output says why
+        with contextlib.suppress(ConnectionError):  # the output says why the process ended early
             process.stdin.write(program.encode(errors="replace"))
             await process.stdin.drain()
             process.stdin.close()
@@ -178,7 +180,7 @@ class PythonTool:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Terminate the process and wait for its end. After 5 s, kill its process group and raise."""
     with contextlib.suppress(ProcessLookupError):
-        process.terminate()  # it kills the second process and reaps it
+        process.terminate()  # the process kills and reaps its child
         try:
             await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
         except BaseException:  # also if the caller is cancelled
@@ -187,10 +189,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _protections(limits: PythonLimits) -> frozenset[str]:
-    """Return the protections that this kernel gives.
-
-    Raises ConfigError outside Linux, and if Python does not start under `limits`.
-    """
+    """Return the protections that this kernel gives. Raises ConfigError outside Linux, and if
+    Python does not start under `limits`."""
     if sys.platform != "linux":
         raise ConfigError(f"PythonTool needs Linux; this is {sys.platform}")
     with tempfile.TemporaryDirectory(prefix="python-tool-") as directory:
@@ -212,11 +212,12 @@ def _protections(limits: PythonLimits) -> frozenset[str]:
 
 def _command(limits: PythonLimits, directory: str, required: Sequence[str]) -> list[str]:
     settings = json.dumps(asdict(limits) | {"directory": directory, "required": list(required)})
-    # Isolated: neither the environment nor the working directory changes what is imported.
+    # With -I, neither the environment nor the working directory changes what is imported.
     return [sys.executable, "-I", "-u", sandboxed_python.__file__, settings]
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """Return the program's environment variables; none of this process's, which may hold keys."""
+    """Return the environment variables of a program, without this process's, which can hold
+    keys."""
     one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     return {"HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8", "PATH": ""} | one_thread

@@ -1,11 +1,12 @@
 """Runs a program from standard input in a sandbox: python -I sandboxed_python.py SETTINGS.
 
-PythonTool starts it by its path, so it imports only the standard library. SETTINGS is a JSON
-object with the limits, "directory", and "required", the protections without which no program is
-run. Without a program on standard input it prints the protections that this kernel gives.
+PythonTool starts this file by its path, so it imports only the standard library. SETTINGS is a JSON
+object with the limits, "directory" and "required", the protections without which no program is run.
+If standard input is empty, this file prints the protections that the kernel gives.
 
-The first process creates namespaces and waits. The second process runs the program as the first of
-its own process namespace: when it ends, the kernel kills every process that it started.
+The first process creates namespaces and waits. The second process runs the program as process 1 of
+a process namespace. When it ends, the kernel kills every process that the program started.
+
 Sources: Linux manual pages user_namespaces(7), pid_namespaces(7), landlock(7), seccomp(2).
 """
 
@@ -22,9 +23,9 @@ import struct
 import sys
 from typing import Any
 
-# "network": no sockets. "processes": no process can be started, signalled or traced. "files": only
-# Python, its packages and system libraries can be read, and only the own directory written.
-# "disk": that directory is a file system of limited size.
+# With "network" a program has no sockets. With "processes" it cannot start, signal or trace a
+# process. With "files" it reads only Python, its packages and system libraries, and writes only its
+# own directory. With "disk" this directory is a file system of limited size.
 PROTECTIONS = ("network", "processes", "files", "disk")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,15 +36,15 @@ _CLONE_THREAD = 0x10000
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_PATH_BENEATH = 1
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-# Access rights that each version of Landlock controls, as a number of low bits.
+# The number of low bits for the access rights that each version of Landlock controls.
 _LANDLOCK_BITS = {1: 13, 2: 14, 3: 15, 4: 15}
 _LANDLOCK_NEWEST_BITS = 16
-# Python and shared libraries; the rest of the system cannot be read.
+# Only Python and shared libraries can be read.
 _READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _TMPFS_FILES = 1024
 
-# Numbers of system calls on x86-64 and on ARM 64; None: there is no such call.
+# Numbers of system calls on x86-64 and on ARM 64. None means that there is no such call.
 _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     **dict(fork=(57, None), vfork=(58, None), execve=(59, 221), execveat=(322, 281)),
     **dict(socket=(41, 198), connect=(42, 203), bind=(49, 200), io_uring_setup=(425, 425)),
@@ -60,14 +61,14 @@ _FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
     **dict(memfd_create=(319, 279), open_by_handle_at=(304, 265), setrlimit=(160, 164)),
     **dict(setpriority=(141, 140), sched_setparam=(142, 118), sched_setscheduler=(144, 119)),
     **dict(sched_setattr=(314, 274), ioprio_set=(251, 30), setuid=(105, 146), setgid=(106, 144)),
-    # Landlock leaves the modes, owners, times and attributes of files alone.
+    # Landlock does not protect the modes, owners, times and attributes of files.
     **dict(chmod=(90, None), fchmod=(91, 52), fchmodat=(268, 53), fchmodat2=(452, 452)),
     **dict(chown=(92, None), fchown=(93, 55), lchown=(94, None), fchownat=(260, 54)),
     **dict(utime=(132, None), utimes=(235, None), utimensat=(280, 88), futimesat=(261, None)),
     **dict(setxattr=(188, 5), lsetxattr=(189, 6), fsetxattr=(190, 7), setxattrat=(463, 463)),
     **dict(removexattr=(197, 14), lremovexattr=(198, 15), fremovexattr=(199, 16)),
     **dict(removexattrat=(466, 466), file_setattr=(469, 469)),
-    # Calls that only root may make; the trainer may run as root.
+    # Only root can make these calls, but the trainer can run as root.
     **dict(reboot=(169, 142), kexec_load=(246, 104), kexec_file_load=(320, 294)),
     **dict(init_module=(175, 105), finit_module=(313, 273), delete_module=(176, 106)),
     **dict(swapon=(167, 224), swapoff=(168, 225), settimeofday=(164, 170)),
@@ -81,9 +82,8 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program in a child process. Returns its exit status, or 128 plus the number of the
-    signal that ended it.
-    """
+    """Run the program in a child process. Return its exit status, or 128 plus the number of the
+    signal that ended it."""
     settings, program = json.loads(arguments[0]), sys.stdin.buffer.read()
     _die_with_parent()
     signal.alarm(math.ceil(settings["wall_s"]) + 10)  # in case the parent sends no signal
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     end_of_life, life = os.pipe()
     child = os.fork()
     if not child:
-        os.close(life)  # only the parent keeps it
+        os.close(life)  # only the parent keeps this end open
         signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
         try:
             _die_with_parent()
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) -> int:
-    """Enter the sandbox and run the program. Returns its exit status; 1 if it is not run."""
+    """Enter the sandbox and run the program. Return its exit status, or 1 if it is not run."""
     given = _protect(settings, has_namespaces)
     if not program:
         print(json.dumps(given))
@@ -125,16 +125,16 @@ def _be_program(settings: dict[str, Any], program: bytes, has_namespaces: bool) 
 
 
 def _execute(program: bytes) -> int:
-    """Run the program and return its exit status. Prints its exception as the interpreter would."""
+    """Run the program and return its exit status. Prints its exception as the interpreter does."""
     status = 0
     try:
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        import traceback  # imported late: a tenth of a program's start-up time
+        import traceback  # importing it earlier adds a tenth to each program's start-up time
 
-        own = error.__traceback__  # the call above
+        own = error.__traceback__  # begins with the call of `exec`
         traceback.print_exception(error.with_traceback(own and own.tb_next))
         status = 1
     for stream in (sys.stdout, sys.stderr):
@@ -146,7 +146,7 @@ def _execute(program: bytes) -> int:
 
 
 def _protect(settings: dict[str, Any], has_namespaces: bool) -> list[str]:
-    """Restrict this process for good. Returns the protections that hold from now on."""
+    """Restrict this process permanently. Return the protections that hold from then on."""
     directory = settings["directory"]
     given = []
     if has_namespaces and _mount_directory(directory, settings["disk_bytes"]):
@@ -171,7 +171,7 @@ def _die_with_parent() -> None:
 
 
 def _is_closed(end_of_pipe: int) -> bool:
-    """Return whether all write ends of the pipe are closed. Closes this end."""
+    """Return whether all write ends of the pipe are closed. Closes `end_of_pipe`."""
     os.set_blocking(end_of_pipe, False)
     try:
         return os.read(end_of_pipe, 1) == b""
@@ -182,7 +182,8 @@ def _is_closed(end_of_pipe: int) -> bool:
 
 
 def _make_namespaces() -> bool:
-    """Enter new user, mount, IPC, network and process namespaces. Returns False if refused."""
+    """Enter new user, mount, IPC, network and process namespaces. Return False if the kernel
+    refuses."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_NAMESPACES):
         return False
@@ -211,10 +212,8 @@ def _limit(settings: dict[str, Any]) -> None:
 
 
 def _restrict_files(directory: str) -> bool:
-    """Allow reading Python and system libraries, and writing below `directory`, by Landlock.
-
-    Returns whether the restriction holds.
-    """
+    """By Landlock, allow only reading Python and system libraries, and writing below `directory`.
+    Return whether the restriction holds."""
     version = _libc.syscall(_LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False
@@ -242,7 +241,7 @@ def _restrict_files(directory: str) -> bool:
     return restricted
 
 
-# Classic BPF, as in linux/filter.h: load a word, compare, return.
+# Instructions of classic BPF, as in linux/filter.h.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
@@ -250,10 +249,8 @@ _X32_CALLS = 0x40000000
 
 
 def _forbid_system_calls() -> bool:
-    """Install a filter under which forbidden system calls fail with EPERM.
-
-    Returns False if the kernel or the machine does not support it.
-    """
+    """Install a filter under which forbidden system calls fail with EPERM. Return False if the
+    kernel or the machine does not support it."""
     if os.uname().machine not in _MACHINES:
         return False
     column, architecture = _MACHINES[os.uname().machine]
@@ -284,10 +281,10 @@ def _filter(column: int, architecture: int, pid: int) -> list[tuple[int, int, in
     lines += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
     lines += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _ARGUMENTS)]
     lines += [(_ANY_BIT, 0, 1, _CLONE_THREAD), allow, refuse]
-    for numbers in (_KILL, _TGKILL):  # a process may end itself
+    for numbers in (_KILL, _TGKILL):  # a process can signal itself
         lines += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, _ARGUMENTS)]
         lines += [(_EQUAL, 0, 1, pid), allow, refuse]
-    # Limits may be read but not set: both halves of the third argument must be 0.
+    # prlimit can only read limits: both halves of its third argument must be 0.
     lines += [(_EQUAL, 0, 6, _PRLIMIT64[column]), (_LOAD, 0, 0, _ARGUMENTS + 16)]
     lines += [(_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARGUMENTS + 20), (_EQUAL, 0, 1, 0), allow, refuse]
     return [*lines, allow]

@@ -30,11 +30,9 @@ _MARK = "_is_tool"
 
 
 def tool(method: Method) -> Method:
-    """Mark a method of a ToolEnvironment as a tool.
-
-    Its docstring tells the model what it does, its annotations what arguments it takes. Annotate a
-    parameter as `Annotated[int, msgspec.Meta(description="...")]` to describe it.
-    """
+    """Mark a method of a ToolEnvironment as a tool. The model reads the method's docstring as the
+    tool's description. The annotations define the arguments. Annotate a parameter as
+    `Annotated[int, msgspec.Meta(description="...")]` to describe it."""
     setattr(method, _MARK, True)
     return method
 
@@ -47,31 +45,24 @@ class _ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AsyncCall:
-    """A call of an async tool. Its coroutine is created only when awaited, so that none is left
-    over if an earlier call raises or the step is cancelled.
-    """
+    """A call of an async tool. The coroutine is created only when it is awaited."""
 
     method: Callable[..., Awaitable[Any]]
     arguments: Mapping[str, Any]
 
 
 class ToolEnvironment(Environment):
-    """Calls the methods marked with `@tool` as the model asks for them.
-
-    Several calls in one turn run in order, async ones after all others. The model reads a tool's
-    result: a text as it is, any other value as JSON. Arguments are checked against the
-    annotations; wrong arguments, and a ToolCallError that a tool raises, are reported to the model.
-    A turn without a call ends the episode; override `answer` to change that.
-    """
+    """Calls the methods marked with `@tool` as the model asks for them. Several calls in one turn
+    run in order, async calls after all others. The model reads a tool's result as text, or as JSON
+    if it is no text. Arguments are checked against the annotations. The model also reads errors for
+    wrong arguments and the ToolCallErrors that tools raise. A turn without a call ends the episode,
+    unless `answer` is overridden."""
 
     _tool_specs: ClassVar[Mapping[str, _ToolSpec]] = {}
 
     def __init_subclass__(cls) -> None:
-        """Collect the class's tools.
-
-        Raises ConfigError for a tool without a docstring, with `*args` or `**kwargs`, or with
-        annotations that JSON cannot express.
-        """
+        """Collect the class's tools. Raises ConfigError for a tool without a docstring, with
+        `*args` or `**kwargs`, or with annotations that JSON cannot express."""
         super().__init_subclass__()
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         members = {name: getattr(cls, name, None) for name in names}
@@ -83,19 +74,21 @@ class ToolEnvironment(Environment):
 
     @property
     def tools(self) -> Sequence[ToolSchema]:  # type: ignore[override]
-        """The schemas of all tools. Override it to offer some of them."""
+        """Return the schemas of all tools. Override it to offer only some of them."""
         return [spec.schema for spec in self._tool_specs.values()]
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Start the episode of a row. Does nothing here: there is no state."""
+        """Start the episode of a row. By default nothing happens, because there is no state."""
         return None
 
     def answer(self, turn: ModelTurn) -> Any:
-        """Return the Step for a turn that calls no tool. Here it ends the episode. May be async."""
+        """Return the Step for a turn that calls no tool. By default it ends the episode. An
+        override can be async."""
         return Step(is_done=True)
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Return the results of the turn's calls as messages; `answer(turn)` without a call."""
+        """Return the results of the turn's calls as messages, or `answer(turn)` if the turn has no
+        calls."""
         if not turn.tool_calls:
             answer: Step | Awaitable[Step] = self.answer(turn)
             return answer
@@ -145,7 +138,7 @@ def _message(call: ToolCall, result: Any) -> Message:
 
 
 def _spec_of(name: str, method: Callable[..., Any]) -> _ToolSpec:
-    """Return the schema and argument type of a method, from its signature."""
+    """Return the schema and argument type of a method, from its signature. Raises ConfigError."""
     description = inspect.getdoc(method)
     if not description:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Environments of the package `verifiers` before its version 0.4, as prompts and a rollout_fn.
 
-environment = VerifiersEnvironment.load("reverse-text", tokenizer)
-producer = AsyncRolloutProducer(
-    llm, environment.prompts(), environment.reward_fn, ..., rollout_fn=environment
-)
+    environment = VerifiersEnvironment.load("reverse-text", tokenizer)
+    producer = AsyncRolloutProducer(
+        llm, environment.prompts(), environment.reward_fn, ..., rollout_fn=environment
+    )
 
 Used by users, and by training jobs that name it as `environment.path`.
 """
@@ -28,9 +28,9 @@ from trainer_hooks.rewards.adapters import WeightedReward
 
 _MODEL = "policy"
 _STATE = "verifiers_state"
-# An empty answer is not a fault of the environment, which scores it.
+# An empty answer is no fault, because the environment scores it.
 _EMPTY_ANSWER = "EmptyModelResponseError"
-# Keys of a state that repeat the prompt's columns, the tokens or the reward.
+# Keys of the state whose values repeat the prompt's columns, the tokens or the reward.
 _KNOWN_KEYS = (
     *("input", "task", "client", "model", "sampling_args", "prompt", "completion", "trajectory"),
     *("trajectory_id", "tool_defs", "timing", "usage", "reward", "advantage", "metrics"),
@@ -41,18 +41,17 @@ _KNOWN_KEYS = (
 class VerifiersEnvironment(AgentRollouts):
     """A rollout_fn that runs an unmodified `verifiers.Environment` in this process.
 
-    Its rollouts have the exact tokens of the requests, the rubric's reward, the rubric's functions
-    as reward terms (unweighted) and the JSON-able part of the environment's state. A fault of the
-    environment fails its rollout alone; errors of the llm are raised.
-    `reward_fn`: scores the samples of a prompt together, for a rubric with group functions. None
-    for other rubrics: `run` scores each rollout.
+    A rollout has the exact tokens of its requests, the rubric's reward, and the JSON-able part of
+    the environment's state. Reward terms are the unweighted results of the rubric's functions.
+    A fault of the environment fails only its rollout. Errors of the llm are raised.
+
+    `reward_fn`: scores the samples of a prompt together if the rubric has group functions.
+        Otherwise it is None, and `run` scores each rollout.
     """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
-        """`environment`: a verifiers.Environment. `options`: arguments of AgentRollouts.
-
-        Raises ConfigError without the package.
-        """
+        """Wrap a verifiers.Environment. `options` are arguments of AgentRollouts. Raises
+        ConfigError if verifiers is missing."""
         super().__init__(environment.env_id or type(environment).__name__, tokenizer, **options)
         self.environment, self._client_class = environment, _client_class()
         self.reward_fn = self._score_group if environment.requires_group_rollouts else None
@@ -61,11 +60,9 @@ class VerifiersEnvironment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersEnvironment:
-        """Return the environment that the installed package `name` creates from `args`.
-
-        Raises ConfigError without verifiers or the package, for arguments that the package
-        refuses, and outside the main thread.
-        """
+        """Return the environment that the installed package `name` creates from `args`. Raises
+        ConfigError if verifiers or the package is missing, for arguments that the package refuses,
+        and outside the main thread."""
         load_environment = _import_verifiers().load_environment
         with _own_signal_handlers():
             try:
@@ -75,18 +72,15 @@ class VerifiersEnvironment(AgentRollouts):
         return cls(environment, tokenizer, **options)
 
     def prompts(self) -> VerifiersPrompts:
-        """Return the rows to train on."""
         return VerifiersPrompts(self.environment.get_dataset(), self._as_text)
 
     def held_out(self) -> VerifiersPrompts:
-        """Return the rows for evaluation; if there are none, the rows to train on."""
+        """Return the rows for evaluation, or the rows to train on if there are none."""
         return VerifiersPrompts(self.environment.get_eval_dataset(), self._as_text)
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one rollout of the environment. Returns the fields of its Rollout.
-
-        The reward is among them unless `reward_fn` scores the group. Raises EnvironmentFault.
-        """
+        """Run one rollout of the environment and return the fields of its Rollout. The reward is
+        included unless `reward_fn` is set. Raises EnvironmentFault."""
         rubric = self.environment.rubric
         rest = dict(columns)
         example = {"prompt": rest.pop("messages"), **rest}
@@ -120,7 +114,6 @@ class VerifiersEnvironment(AgentRollouts):
         return [WeightedReward(state["reward"], state["metrics"]) for state in verifiers_state]
 
     def _as_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the first messages as text for people and reward functions."""
         tools = [
             {"type": "function", "function": {"name": each.name, "parameters": each.parameters}}
             for each in self.environment.tool_defs or ()
@@ -136,16 +129,13 @@ class VerifiersEnvironment(AgentRollouts):
 
 
 class VerifiersPrompts(Sequence[PromptItem]):
-    """Rows of a verifiers dataset; the prompt's messages become the column `messages`."""
+    """The rows of a verifiers dataset. The prompt's messages become the column `messages`."""
 
     def __init__(self, dataset: Any, as_text: Callable[[Any], str]) -> None:
-        """`dataset`: of the package `datasets`, as `Environment.get_dataset` returns it. `as_text`:
-        renders a prompt's messages.
-        """
+        """Wrap a dataset from `Environment.get_dataset`. `as_text` renders a prompt's messages."""
         self._dataset, self._as_text = dataset, as_text
 
     def __len__(self) -> int:
-        """Number of rows."""
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
@@ -163,7 +153,7 @@ class VerifiersPrompts(Sequence[PromptItem]):
 
 
 def _json_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the environment's own part of its state, without values that JSON cannot hold."""
+    """Return the environment's own part of its state, without values that JSON cannot express."""
     part = {}
     for name, value in state.items():
         if name in _KNOWN_KEYS or value is None:
@@ -190,9 +180,7 @@ def _import_verifiers() -> Any:
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
     """Restore this process's signal handlers after the block, in which verifiers replaces them.
-
-    Raises ConfigError outside the main thread.
-    """
+    Raises ConfigError outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("verifiers makes environments in the main thread only")
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -206,11 +194,8 @@ def _own_signal_handlers() -> Iterator[None]:
 
 @functools.cache
 def _client_class() -> Any:
-    """Return a client class of verifiers whose requests a ChatSession answers.
-
-    The class is built here because its base is in the optional package.
-    """
-    _import_verifiers()
+    """Return a client class of verifiers whose requests a ChatSession answers."""
+    _import_verifiers()  # the base class is in an optional package
     from openai.types.chat import ChatCompletion
     from verifiers.clients import OpenAIChatCompletionsClient
     from verifiers.errors import OverlongPromptError

@@ -1,11 +1,12 @@
 """Environments of the package verifiers from its version 0.4 on, as prompts and a rollout_fn.
 
-async with VerifiersV1Environment.load("gsm8k-v1", tokenizer, args) as environment:
-    producer = AsyncRolloutProducer(
-        llm, environment.prompts(), None, ..., rollout_fn=environment
-    )
+    async with VerifiersV1Environment.load("gsm8k-v1", tokenizer, args) as environment:
+        producer = AsyncRolloutProducer(
+            llm, environment.prompts(), None, ..., rollout_fn=environment
+        )
 
-Used by users, and by training jobs that name it as `environment.path`.
+Used by users, and by training jobs that name it as `environment.path`. It listens on a TCP port of
+127.0.0.1.
 """
 
 from __future__ import annotations
@@ -28,19 +29,14 @@ _INDEX = "task_index"
 
 class VerifiersV1Environment(AgentRollouts):
     """A rollout_fn that runs an unmodified `verifiers.v1.Env` with one agent. Enter it as an async
-    context before the first rollout.
-
-    The agent's program requests chat completions over HTTP. A Rollout has the exact tokens. Its
-    reward is the sum of the weighted rewards, its reward terms are the scores of rewards and
-    metrics, and its state contains the trace's `info`.
-    """
+    context manager before the first rollout. The agent's program requests chat completions over
+    HTTP. A Rollout has the exact tokens of the requests, and the weighted sum of rewards as its
+    reward. Reward terms are the scores of rewards and metrics. The Rollout's state contains the
+    trace's `info`."""
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
-        """`environment`: a verifiers.v1.Env. `options`: arguments of AgentRollouts.
-
-        Raises ConfigError for several agents, whose traces have separate rewards, and for an
-        infinite taskset.
-        """
+        """Wrap a verifiers.v1.Env. `options` are arguments of AgentRollouts. Raises ConfigError for
+        several agents and for an infinite taskset."""
         from verifiers.v1.configs.agent import agent_config_fields
 
         super().__init__(environment.config.env_id, tokenizer, **options)
@@ -59,11 +55,9 @@ class VerifiersV1Environment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersV1Environment:
-        """Return the environment over the taskset `name`.
-
-        `args`: its configuration, as {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}.
-        Raises ConfigError if verifiers.v1 or the taskset is missing, and for unknown fields.
-        """
+        """Return the environment over the taskset `name`. `args` is its configuration, such as
+        {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}. Raises ConfigError if
+        verifiers.v1 or the taskset is missing, and for unknown fields."""
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ImportError as error:
@@ -79,10 +73,8 @@ class VerifiersV1Environment(AgentRollouts):
         return cls(environment, tokenizer, **options)
 
     def prompts(self) -> list[PromptItem]:
-        """Return a prompt for each task, with the task's text or name.
-
-        The text is for people: the agent's program creates the messages.
-        """
+        """Return a prompt for each task, with the task's text or name."""
+        # The texts are for people. The agent's program creates the messages.
         texts = [task.data.prompt_text or task.data.name or task.key for task in self._tasks]
         return [PromptItem(text, {_INDEX: index}) for index, text in enumerate(texts)]
 
@@ -93,18 +85,16 @@ class VerifiersV1Environment(AgentRollouts):
         return self
 
     async def aclose(self) -> None:
-        """Stop serving. May be called twice."""
+        """Stop serving. A second call does nothing."""
         await self._stack.aclose()
 
     async def run(self, session: ChatSession, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one episode of the row's task and return the fields of its Rollout.
-
-        Raises EnvironmentFault for a failed episode, ConfigError if the agent ran several times.
-        """
+        """Run one episode of the row's task and return the fields of its Rollout. Raises
+        EnvironmentFault for a failed episode, and ConfigError if the agent ran several times."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         with self._endpoint.serving(session) as url:
-            # No variable has this name: the endpoint needs no key.
+            # The endpoint needs no key, so no environment variable has this name.
             client = EvalClientConfig(base_url=url, api_key_var="ROLLOUT_NO_API_KEY")
             episode = await self.environment.run_episode(
                 self._tasks[columns[_INDEX]],
@@ -119,7 +109,7 @@ class VerifiersV1Environment(AgentRollouts):
         if len(episode.traces) != 1:
             raise ConfigError(
                 f"{self._name} ran its agent {len(episode.traces)} times in one episode, and each "
-                "run has a reward of its own; environments that run it once can be trained on"
+                "run has a separate reward; choose an environment that runs it once"
             )
         (trace,) = episode.traces
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}

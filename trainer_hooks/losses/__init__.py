@@ -1,15 +1,16 @@
-"""Policy and value losses on token log-probs, the corrections for old tokens, and diagnostics.
+"""Policy and value losses on token log-probs, corrections for old tokens, and diagnostics.
 
-Used by users' training loops, `trainer_hooks.update` and the training job.
+Used by users' training loops, `trainer_hooks.update`, `trainer_hooks.train` and
+`trainer_hooks.producer`.
 
-Shape letters of the package: B rows (token sequences; see RolloutBatch), T positions of prompt +
-completion, right padded.
-Column t of a log-prob tensor is the log-prob of token t. The mask is 1 on the tokens trained on.
+Shape letters of the package: B rows (token sequences, see RolloutBatch), T positions of prompt and
+completion, padded on the right. Column t of a log-prob tensor is the log-prob of token t. The mask
+is 1 on the tokens to train on.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "trainer_hooks.losses.config": "POLICY_LOSS_KINDS OffPolicyCorrection PolicyLossConfig",
     "trainer_hooks.losses.corrections": "correction_weights",

@@ -1,8 +1,8 @@
 """Advantages from rewards: relative to a group of rollouts, or by a critic's values.
 
-Used by users' training loops, `trainer_hooks.train.learner` and `trainer_hooks.train.critic`
-between rewards and `policy_loss`; by `trainer_hooks.producer.groups` (`has_reward_spread`) and
-`trainer_hooks.rewards.ready_made` (`overlong_penalties`). Pure functions.
+Used by users' training loops, `trainer_hooks.train.learner`, `trainer_hooks.train.critic`,
+`trainer_hooks.train.no_signal`, `trainer_hooks.producer.groups` and
+`trainer_hooks.rewards.ready_made`. No function has side effects.
 
 Shape letters: P prompts, G rollouts of one prompt (a group), B rollouts, T positions.
 """
@@ -19,7 +19,7 @@ from trainer_hooks.losses.config import AdvantageBaseline, AdvantageNormalizatio
 
 # Added to a deviation, as in verl, so that nearly equal rewards do not get advantages of size 1.
 STD_EPSILON = 1e-6
-# Numbers within this many units in the last place of the largest count as equal. Sums of the same
+# Numbers that differ by at most this many units in the last place count as equal: sums of the same
 # few terms in another order differ by as much.
 ROUNDING_UNITS = 4
 
@@ -29,15 +29,15 @@ def group_advantages(
     normalize: AdvantageNormalization = "std",
     baseline: AdvantageBaseline = "mean",
 ) -> torch.Tensor:
-    """Return rewards relative to their group, float32 [P, G]. No critic is needed.
+    """Return rewards relative to their group, float32 [P, G].
 
-    A NaN reward marks a failed rollout: it is left out of the group's mean and deviation and gets
-    advantage 0. A group without spread (`has_reward_spread`), or with fewer than two valid
-    rollouts, gets zeros.
-    `normalize`: `"std"` divides by the sample standard deviation of the group, `"none"` only
-    subtracts the baseline.
-    `baseline`: `"mean"` of the group, or `"leave_one_out"`, the mean of the other rollouts. The
-    latter does not depend on the rollout's own reward and so adds no bias.
+    A NaN reward marks a failed rollout. The failed rollout is left out of the group's mean and
+    deviation, and its advantage is 0. All advantages of a group are 0 if it has no spread
+    (`has_reward_spread`) or fewer than two valid rollouts.
+    `normalize`: "std" divides by the sample standard deviation of the group. "none" only subtracts
+    the baseline.
+    `baseline`: "mean" of the group, or "leave_one_out", the mean of the other rollouts. The latter
+    does not depend on the rollout's own reward, so it adds no bias.
     Raises ConfigError for another `normalize` or `baseline`, a shape other than [P, G], and
     infinite rewards.
     Source: DeepSeekMath (Shao et al. 2024), arXiv 2402.03300, sec. 4.1; "none": Dr. GRPO (Liu et
@@ -74,8 +74,8 @@ def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Return which groups have at least two different rewards, bool [P].
 
     NaN (a failed rollout) is ignored. Rewards that differ only by the rounding of their dtype are
-    equal (ROUNDING_UNITS). Groups without spread give no gradient and can be left out of the batch:
-    DAPO (Yu et al. 2025), sec. 3.2.
+    equal. Groups without spread give no gradient and can be left out of the batch: DAPO (Yu et al.
+    2025), sec. 3.2.
     """
     if not rewards_PG.is_floating_point():
         rewards_PG = rewards_PG.to(torch.float64)
@@ -86,9 +86,10 @@ def has_reward_spread(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the values in the mask, shifted and scaled to mean 0 and deviation 1; 0 outside.
+    """Return the values in the mask, shifted and scaled to mean 0 and deviation 1, float32 [B, T].
 
-    Float32 [B, T]. All are 0 if fewer than two, or equal up to the rounding of their dtype.
+    Values outside the mask become 0. All become 0 if fewer than two values are in the mask, or if
+    they are equal up to rounding.
     """
     trained_N = values_BT[mask_BT]
     if len(trained_N) < 2 or not bool(_is_beyond_rounding(trained_N.amin(), trained_N.amax())):
@@ -99,7 +100,6 @@ def whitened(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _is_beyond_rounding(smallest: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return whether two bounds differ by more than the rounding of their floating dtype, bool."""
     unit = torch.finfo(largest.dtype).eps
     size = torch.maximum(smallest.double().abs(), largest.double().abs())
     return largest.double() - smallest.double() > ROUNDING_UNITS * unit * size
@@ -116,10 +116,10 @@ def gae_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return generalised advantage estimates and returns (advantage + value), float32 [B, T].
 
-    Only trained tokens are steps: padding, prompts and tool output between them take no time. After
-    a rollout's last trained token the value is 0, or `bootstrap_values_B` for a truncated rollout.
-    Values outside the mask are not read; results there are 0. A rollout with a NaN reward gets
-    zeros.
+    Only trained tokens are time steps. Prompts, padding and tool output between trained tokens take
+    no time. The value after a rollout's last trained token is 0, or `bootstrap_values_B` for a
+    truncated rollout. Values outside the mask are not read, and the results there are 0. A rollout
+    with a NaN reward gets zeros.
     Raises ConfigError for shapes that differ and for gamma or lam outside [0, 1].
     Source: Schulman et al. 2016, arXiv 1506.02438, eq. 16.
     """
@@ -144,13 +144,14 @@ def gae_advantages(
 def reinforce_plus_plus_advantages(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Return each token's sum of later rewards, whitened over the trained tokens, float32 [B, T].
+    """Return each token's sum of rewards from the token on, whitened, float32 [B, T].
 
-    The sum is discounted and includes the token's own reward.
-    `rewards_BT`: the reward on a rollout's last token and the KL penalties, from `token_rewards`.
-    For the variant with a baseline, first subtract the group's mean from the rewards
-    (`group_advantages(..., normalize="none")`). A rollout with a NaN reward gets zeros and does not
-    count. Rewards outside the mask are not read; results there are 0.
+    The sum is discounted by `gamma`, and whitened over the trained tokens.
+    `rewards_BT`: result of `token_rewards`, which has the reward on a rollout's last token and the
+    KL penalties. For the variant with a baseline, first subtract the group's mean from the rewards
+    by `group_advantages(..., normalize="none")`.
+    A rollout with a NaN reward gets zeros and does not count. Rewards outside the mask are not
+    read, and the results there are 0.
     Raises ConfigError for shapes that differ and a gamma outside [0, 1].
     Source: REINFORCE++ (Hu et al. 2025), arXiv 2501.03262, sec. 3; whitened as in verl.
     """
@@ -172,9 +173,9 @@ def overlong_penalties(
 ) -> torch.Tensor:
     """Return penalties to add to the rewards of long completions, float32 [B] in [-1, 0].
 
-    The penalty is 0 up to `max_length` - `cache_length`, then falls linearly to -1 at `max_length`.
-    `completion_lengths_B`: numbers of generated tokens, as in a RolloutBatch; tool output does not
-    count.
+    The penalty is 0 up to `max_length` - `cache_length` tokens, then falls linearly to -1 at
+    `max_length`.
+    `completion_lengths_B`: numbers of generated tokens, without tool output, as in a RolloutBatch.
     Raises ConfigError unless 0 < cache_length <= max_length.
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """
@@ -187,16 +188,13 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return at each position the value of the next trained token; after the last the bootstrap's.
-
-    The bootstrap value is 0 if none is given.
-    """
+    """Return the value of the next trained token at each position (the bootstrap value at last)."""
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
     if bootstrap_values_B is not None:
         end_B = bootstrap_values_B.detach().to(values_BT)
     positions_T = torch.arange(num_positions, device=mask_BT.device)
-    # The nearest trained position at or after each one; num_positions, the bootstrap's, if none is.
+    # The nearest trained position at or after each position, or num_positions (the bootstrap's).
     own_BT = torch.where(mask_BT, positions_T, num_positions)
     nearest_BT = own_BT.flip(1).cummin(dim=1).values.flip(1)
     next_BT = torch.nn.functional.pad(nearest_BT, (0, 1), value=num_positions)[:, 1:]
@@ -204,11 +202,8 @@ def _next_values(
 
 
 def _discounted_sums(values_BT: torch.Tensor, decay_BT: torch.Tensor) -> torch.Tensor:
-    """Return s, where s[t] = values[t] + decay[t] * s[t + 1], in log2(T) passes over all positions.
-
-    Each pass doubles the number of positions in a sum. Source: Blelloch 1990, Prefix sums and their
-    applications, sec. 1.4.
-    """
+    """Return s, where s[t] = values[t] + decay[t] * s[t + 1]."""
+    # log2(T) passes: Blelloch 1990, Prefix sums and their applications, sec. 1.4.
     shift = 1
     while shift < values_BT.shape[1]:
         later_BT = torch.nn.functional.pad(values_BT, (0, shift))[:, shift:]

@@ -1,7 +1,7 @@
-"""Settings of the policy losses, checked when they are made, and the constants of each kind.
+"""Settings of the policy losses, and the constants of each loss kind.
 
-Used by the other modules of `trainer_hooks.losses`, and by users' training loops, the training job
-and `trainer_hooks.update.micro_batches`, which pass it to `policy_loss`. Immutable.
+Used by the other modules of `trainer_hooks.losses`, by users' training loops and by
+`trainer_hooks.train.job`. Settings are checked when they are made and never change.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ _FRESH = "a fresh token weighs 1"
 class Kind:
     """The constants that the paper of a loss kind fixes.
 
-    `ratio_level`: `token` for a ratio of each token; `geometric` or `sequence` for one ratio of a
+    `ratio_level`: `token` has a ratio of each token. `geometric` and `sequence` have one ratio of a
     rollout, the geometric mean or the product over its tokens.
     `epsilon_low`, `epsilon_high`: the clip range is [1 - epsilon_low, 1 + epsilon_high].
-    `clips_weight`: whether the clipped ratio is a constant weight of log pi without a gradient.
-    `gate_temperatures`: temperatures, for A > 0 and otherwise, of a sigmoid that replaces the clip.
-    `advantage_*`: the paper's arguments of `group_advantages`.
-    `divides_by_max_length`: whether token sums are divided by the limit on new tokens
-    (`with_limit`).
+    `clips_weight`: True if the clipped ratio is a constant weight of log pi, without a gradient.
+    `gate_temperatures`: temperatures of a sigmoid that replaces the clip, for A > 0 and for A <= 0.
+    `advantage_normalization`, `advantage_baseline`: the paper's arguments of `group_advantages`.
+    `divides_by_max_length`: True if token sums are divided by the limit on new tokens.
     """
 
     ratio_level: RatioLevel = "token"
@@ -103,18 +102,17 @@ POLICY_LOSS_KINDS = tuple(KINDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyCorrection:
-    """A constant weight of each token, from w = proximal / behaviour, for rollouts of older
-    policies.
+    """Constant token weights for rollouts of older policies, from w = proximal / behaviour.
 
-    mode: truncate limits w to at most `high` (and at least `low`, if given). mask uses w inside
-        [low, high] and 0 outside. none uses 1. auto truncates per token at 2 if proximal log-probs
-        are given, else uses 1.
-    level: token has one w per token. sequence and geometric have one per rollout: the product over
-        its tokens, or their geometric mean.
-    low: lower bound of w. None takes 0 for truncate and 0.5 for mask.
-    high: upper bound of w. None takes 2 for truncate and 5 for mask.
+    mode: truncate limits w to at most `high` and at least `low`. mask uses w inside [low, high] and
+        0 outside. none uses 1. auto truncates per token at 2 if proximal log-probs are given, else
+        uses 1.
+    level: token has one w per token. sequence and geometric have one w per rollout: the product
+        over its tokens, or their geometric mean.
+    low: lower bound of w. None means 0 for truncate and 0.5 for mask.
+    high: upper bound of w. None means 2 for truncate and 5 for mask.
     lag_decay: d > 0 raises both bounds to the power 1 / (1 + d * lag), with lag = policy lag + KV
-        lag. So a token without lag has the given band, and the band narrows towards 1 as lag grows.
+        lag. The band narrows towards 1 as lag grows. A token without lag has the given bounds.
     max_kv_lag: tokens with a larger KV lag (sampler's version - mean version of its KV) weigh 0.
         None sets no limit.
 
@@ -149,7 +147,7 @@ class OffPolicyCorrection:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The band (low, high) of a token without lag."""
+        """The bounds (low, high) of a token without lag."""
         default_low, default_high = (0.5, 5.0) if self.mode == "mask" else (0.0, 2.0)
         return (
             default_low if self.low is None else self.low,
@@ -186,27 +184,29 @@ class PolicyLossConfig:
 
     kind: name of the loss. It sets the defaults of the other fields.
     epsilon_low: lower part of the clip range of the ratio, [1 - epsilon_low, 1 + epsilon_high].
-        None takes the value of the kind's paper.
-    epsilon_high: upper part of the clip range. A larger one leaves room for unlikely tokens ("clip
-        higher", DAPO, sec. 3.1). For cispo, 1 + epsilon_high is the cap on the importance weight
-        (TRL's epsilon_high is the cap itself). None takes the value of the kind's paper.
+        None means the value in the kind's paper.
+    epsilon_high: upper part of the clip range. A larger value leaves room for unlikely tokens
+        ("clip higher", DAPO, sec. 3.1). For cispo, 1 + epsilon_high is the cap on the importance
+        weight. (In TRL, epsilon_high is that cap itself.) None means the value in the kind's paper.
     dual_clip: c > 1 bounds the loss of a token with A < 0 at -c A (Ye et al. 2020, arXiv
         1912.09729, eq. 5). Only for kinds that clip token by token. None sets no bound.
-    aggregation: how token losses become one number, by verl's names. None takes that of the kind's
-        paper. cispo and sapo accept any, each other kind only its own.
-    max_completion_length: constant by which token sums per rollout are divided (Dr. GRPO), whatever
-        the denominator is. None does not divide them.
-    kl_coefficient: weight of the KL term to the reference policy; 0 leaves it out.
-    kl_estimator: estimator of that KL; see `trainer_hooks.losses.kl`.
-    kl_importance_weighted: True weights the KL of a token by its ratio; see
+    aggregation: how token losses become one number, by verl's names. None means the aggregation in
+        the kind's paper. cispo and sapo accept any aggregation. Each other kind accepts only its
+        own.
+    max_completion_length: constant by which token sums per rollout are divided (Dr. GRPO). None
+        does not divide them.
+    kl_coefficient: weight of the KL term to the reference policy. 0 leaves the term out.
+    kl_estimator: estimator of the KL to the reference policy, explained in
         `trainer_hooks.losses.kl`.
-    entropy_coefficient: weight of the entropy bonus; 0 leaves it out.
-    max_sequence_kl: limit on a rollout's mean of log behaviour - log pi. Above it, tokens with A <
-        0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1). None
-        sets no limit.
+    kl_importance_weighted: True weights the KL of a token by its ratio, as explained in
+        `trainer_hooks.losses.kl`.
+    entropy_coefficient: weight of the entropy bonus. 0 leaves the bonus out.
+    max_sequence_kl: limit on a rollout's mean of log behaviour - log pi. In rollouts above it,
+        tokens with A < 0 weigh 0 (off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556,
+        sec. 3.1). None sets no limit.
     correction: weights of tokens that an older policy sampled.
 
-    Raises ConfigError for an unknown kind, a value out of range, and combinations that would not
+    Raises ConfigError for an unknown kind, a value out of range, and combinations that do not
     compute what their names say.
     """
 
@@ -282,7 +282,7 @@ class PolicyLossConfig:
         normalize: AdvantageNormalization | None = None,
         baseline: AdvantageBaseline | None = None,
     ) -> tuple[AdvantageNormalization, AdvantageBaseline]:
-        """Return `normalize` and `baseline` for `group_advantages`. None takes the kind's value.
+        """Return `normalize` and `baseline` for `group_advantages`, by default the kind's values.
 
         Raises ConfigError for values that contradict the kind.
         """
@@ -302,9 +302,9 @@ class PolicyLossConfig:
         return normalize, baseline
 
     def with_limit(self, max_new_tokens: int) -> PolicyLossConfig:
-        """Return the config with `max_new_tokens` as divisor of token sums, if the kind has one.
+        """Return the config with max_completion_length set to `max_new_tokens`.
 
-        A given `max_completion_length` is kept.
+        Returns this config if the kind has no such divisor, or if max_completion_length is set.
         """
         if not KINDS[self.kind].divides_by_max_length or self.max_completion_length is not None:
             return self
@@ -312,7 +312,7 @@ class PolicyLossConfig:
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(epsilon_low, epsilon_high) in effect."""
+        """The epsilon_low and epsilon_high in effect."""
         kind = KINDS[self.kind]
         return (
             kind.epsilon_low if self.epsilon_low is None else self.epsilon_low,

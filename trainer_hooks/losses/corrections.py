@@ -1,19 +1,19 @@
-"""Weights for tokens that an older policy sampled: computes an `OffPolicyCorrection`.
+"""Token weights for rollouts of older policies, set by an `OffPolicyCorrection`.
 
-Used by `policy_loss` and by users' training loops. Pure functions.
+Used by `trainer_hooks.losses.policy` and by users' training loops. No function has side effects.
 
-Shape letters: B rows, T positions. w = exp(proximal - behaviour), 1 where the two agree.
+Shape letters: B rows, T positions. w = exp(proximal - behaviour), of log-probs.
 
-Truncated importance sampling: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, sec. 4.1; for the
-gap between trainer and engine: Yao et al. 2025, Your efficient RL framework secretly brings you
-off-policy RL training. Masked: IcePop, in Ling team 2025, arXiv 2510.18855. Geometric mean per
+Sources. Truncated importance sampling: Espeholt et al. 2018 (IMPALA), arXiv 1802.01561, sec. 4.1;
+for the gap between trainer and engine: Yao et al. 2025, Your efficient RL framework secretly brings
+you off-policy RL training. Masked: IcePop, in Ling team 2025, arXiv 2510.18855. Geometric mean per
 rollout: Zheng et al. 2025 (GSPO), arXiv 2507.18071, eq. 7.
 
-Why a band that narrows with lag: every update adds a step to log pi - log mu, so the variance of
-log w grows about linearly with the number of updates between a token's context and its trainer,
-and the variance of w exponentially. Dividing the width of the band, in logarithms, by 1 + d * lag
-bounds what an old token can add to the variance; the price is bias on old tokens only. policy lag +
-KV lag is that number of updates: trainer's version - mean version of the KV the token attended to.
+Why the band [low, high] narrows with lag: policy lag + KV lag is the number of updates between the
+version of the KV that a token attended to and the trainer's version. Every update adds a step to
+log w. The variance of log w thus grows about linearly with that number, and the variance of w
+exponentially. Dividing the band's logarithmic width by 1 + `lag_decay` * lag bounds the variance
+that an old token can add. The price is a bias of old tokens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def correction_weights(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the weight of each token, [B, T] without a gradient, and flags by name, bool [B, T].
 
-    `log_ratio_BT` = proximal - behaviour, 0 outside the mask. Flags: `above` and `below` say that
-    the ratio is outside the band, `dropped` that the weight is set to 0. At a level of whole
-    rollouts every token has its rollout's weight.
+    `log_ratio_BT` is proximal - behaviour, and 0 outside the mask. The flags `above` and `below`
+    mark tokens whose ratio is outside the band. The flag `dropped` marks tokens whose weight is set
+    to 0. With the levels sequence and geometric, a rollout's tokens share one w.
     Raises ConfigError if the correction needs a lag that is not given.
     """
     log_ratio_BT = log_ratio_BT.detach()
@@ -66,10 +66,10 @@ def correction_weights(
 def sequence_mask(
     log_ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, mask_BT: torch.Tensor, max_kl: float
 ) -> torch.Tensor:
-    """Return which tokens to drop, bool [B, T]: with A < 0, in a rollout unlikely under the policy.
+    """Return which tokens have A < 0 in a rollout that is unlikely under the policy, bool [B, T].
 
-    `log_ratio_BT` = log pi - log behaviour, 0 outside the mask. A rollout counts as unlikely if its
-    mean of log behaviour - log pi is above `max_kl`. Making such tokens still less likely is what
+    `log_ratio_BT` is log pi - log behaviour, and 0 outside the mask. A rollout is unlikely if its
+    mean of log behaviour - log pi is above `max_kl`. Making its tokens still less likely
     destabilises updates on old rollouts.
     Source: DeepSeek-V3.2, arXiv 2512.02556, sec. 3.1, "off-policy sequence masking".
     """
@@ -82,7 +82,6 @@ def _bounds(
     policy_lag_BT: torch.Tensor | None,
     kv_lag_BT: torch.Tensor | None,
 ) -> tuple[Any, Any]:
-    """Return (low, high), floats or tensors [B, T]: the band to the power 1 / (1 + d * lag)."""
     low, high = correction.bounds
     if correction.lag_decay == 0.0:
         return low, high

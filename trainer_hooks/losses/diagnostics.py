@@ -1,9 +1,9 @@
 """Metrics of a loss on its batch: ratios, effective sample size, divergence and clipping.
 
-Used by `policy_loss` and `value_loss`. Pure functions. `lag_table` splits the metrics by lag.
-Metrics stay tensors until `to_floats` copies them to the host. A metric with a name of TRL
+Used by `trainer_hooks.losses.policy`. Users call `effective_sample_size`. No function has side
+effects. Metrics stay tensors until `to_floats` copies them to the host. A metric named as in TRL
 (`kl`, `entropy`, `clip_ratio/*`, `cispo_clip_ratio`, `sampling/importance_sampling_ratio/*`) or
-verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`) is the same number as there.
+verl (`ppo_kl`, `pg_clipfrac_lower`, `rollout_corr/*`) has the same meaning there.
 
 Shape letters: B rows, T positions, N tokens (B * T), C cells of the lag table, S sums.
 """
@@ -34,10 +34,9 @@ Metrics = dict[str, torch.Tensor]
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return (sum w)^2 / (n sum w^2) over the mask: from 0 to 1, where all weights are equal.
+    """Return (sum w)^2 / (n sum w^2) over the mask. Equal weights give 1, unequal weights less.
 
     Returns 0 for an empty mask.
-
     Source: Kong 1992, A note on importance sampling using standardized weights.
     """
     weights_BT = weights_BT.masked_fill(~mask_BT, 0.0)
@@ -54,12 +53,12 @@ def loss_metrics(
     config: PolicyLossConfig,
     entropies_BT: torch.Tensor | None = None,
 ) -> Metrics:
-    """Return the metrics of a batch. `log_ratio_BT` = log pi - log behaviour.
+    """Return the metrics of a batch. `log_ratio_BT` is log pi - log behaviour.
 
-    `ppo_kl` (k1) is the divergence from the anchor, the policy that the ratio is clipped around;
-    `approx_kl` (k3) is the divergence from the behaviour policy. `weight_mean` and
-    `eff_sample_size` describe the token weights pi / behaviour. `sampled_entropy` is the mean of
-    -log pi of the sampled tokens, an estimate of `entropy`, the mean of `entropies_BT`.
+    `ppo_kl` (estimator k1) is the divergence from the anchor, the policy around which the ratio is
+    clipped. `approx_kl` (k3) is the divergence from the behaviour policy. `weight_mean` and
+    `eff_sample_size` describe the token weights pi / behaviour. `sampled_entropy`, the mean of -log
+    pi of the sampled tokens, estimates `entropy`, the mean of `entropies_BT`.
     """
     weight_BT = log_ratio_BT.exp()
     step_BT = log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT)
@@ -89,7 +88,8 @@ def correction_metrics(
 ) -> Metrics:
     """Return the metrics of an off-policy correction: its weights and the divergence it corrects.
 
-    `flags`: from `correction_weights`. `log_ratio_BT` = log anchor - log behaviour.
+    `flags`: from `correction_weights`.
+    `log_ratio_BT`: log anchor - log behaviour.
     """
     prefix = "sampling/importance_sampling_ratio/"
     return {
@@ -110,8 +110,9 @@ def lag_metrics(
     mask_BT: torch.Tensor,
     is_clipped_BT: torch.Tensor,
 ) -> Metrics:
-    """Return the share of stale tokens (policy lag above 0), the share of these that is clipped,
-    and the mean KV lag. Metrics of a lag that is None are left out.
+    """Return the fraction of stale tokens, their clipped fraction, and the mean KV lag.
+
+    Tokens with a policy lag above 0 are stale. Metrics of a lag that is None are left out.
     """
     metrics = {}
     if policy_lag_BT is not None:
@@ -133,8 +134,7 @@ def lag_table(
 ) -> torch.Tensor | None:
     """Return the CELL_METRICS of each cell (policy lag x KV lag), [C, len(CELL_METRICS)].
 
-    Empty cells have 0. `log_ratio_BT` = log pi - log behaviour. All cells are summed by one
-    scatter. Returns None unless both lags are given.
+    Empty cells have 0. `log_ratio_BT` is log pi - log behaviour. Returns None if a lag is None.
     """
     if policy_lag_BT is None or kv_lag_BT is None:
         return None
@@ -184,12 +184,11 @@ def to_floats(metrics: Metrics, table: torch.Tensor | None) -> dict[str, float]:
 
 
 def masked_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the mask, or 0 for an empty mask (a batch without a trained token)."""
+    """Return the mean over the mask, or 0 for an empty mask."""
     return values_BT.float().masked_fill(~mask_BT, 0.0).sum() / mask_BT.sum().clamp(min=1)
 
 
 def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metrics:
-    """Return standard deviation, minimum and maximum over the mask; 0 for an empty mask."""
     deviation_BT = values_BT - masked_mean(values_BT, mask_BT)
     smallest = values_BT.masked_fill(~mask_BT, torch.inf).amin()
     largest = values_BT.masked_fill(~mask_BT, -torch.inf).amax()
@@ -201,5 +200,4 @@ def _spread(prefix: str, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> Metr
 
 
 def _cells(lag_BT: torch.Tensor, edges: tuple[float, ...]) -> torch.Tensor:
-    """Return the number of edges below each lag, int64."""
     return torch.stack([lag_BT > edge for edge in edges]).sum(dim=0)

@@ -1,11 +1,12 @@
 """Log-probs and entropies of final hidden states, without ever holding all logits.
 
-The logits of a batch take more memory than anything else of a trainer: for each token as many
-float32 numbers as the vocabulary has ids. Here they are computed in chunks of tokens, once in the
-forward pass and again in the backward pass. Used by `trainer_hooks.update.tree_pass`.
+Used by `trainer_hooks.update.tree_pass`. `trainer_hooks.update.lean_passes` uses
+`gradient_in_place`. All logits of a batch take more memory than anything else of a trainer, so
+logits are computed in chunks of tokens. The backward pass computes them again and writes to the
+`grad` of the head's weight.
 
-Shape letters: R hidden states, C those of a chunk, E hidden size, V vocabulary, M pairs of a hidden
-state and a token.
+Shape letters: R hidden states, C hidden states of a chunk, E hidden size, V vocabulary, M pairs of
+a hidden state and a token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _CHUNK_BYTES = 16 << 20  # of float32 logits
 class Head:
     """A language-model head: softcap * tanh(scale * (h @ weight.T + bias) / softcap).
 
-    `scale`: the factor by which Granite and Cohere multiply logits. `softcap`: the bound of Gemma's
-    logits; None leaves logits as they are.
+    `scale`: the factor by which Granite and Cohere multiply logits.
+    `softcap`: the bound of Gemma's logits. None leaves logits unbounded.
     """
 
     weight_VE: Tensor
@@ -36,7 +37,7 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Return the logits of hidden states, float32 [R, V], without a gradient."""
+        """Return the logits of hidden states, float32 [R, V]. No-grad mode only."""
         return _logits(hidden_RE, self.weight_VE, self.bias_V, self, temperature=1.0)
 
 
@@ -45,7 +46,7 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of `tokens_M` [M] and entropies in nats [R], float32, with gradients.
 
-    Both belong to softmax(logits / temperature), as in `token_logprobs`.
+    Log-probs and entropies belong to softmax(logits / temperature), as in `token_logprobs`.
     `rows_M`: index of the hidden state that predicts each token, ascending.
     The backward pass adds the gradient of the head's weight to its `grad` in place, so use
     `backward()`, not torch.autograd.grad.
@@ -73,8 +74,6 @@ def logits_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The function `head_logprobs`. Its backward pass computes the logits again, in chunks."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -103,8 +102,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """d logit_v = sum over pairs of g (1[v chosen] - p_v), - g_entropy p_v (log p_v + H)."""
         hidden_RE, weight_VE, bias_V, rows_M, tokens_M = ctx.saved_tensors
+        # d logit_v = sum over pairs of g (1[v chosen] - p_v), - g_entropy p_v (log p_v + H)
         grad_M, grad_entropy_R = grads
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_RE = torch.empty_like(hidden_RE) if needs_hidden else None
@@ -142,13 +141,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor to which a backward pass shall add the gradient of `weight`, and the gradient
-    that it then returns to autograd.
+    """Return a tensor to add the gradient of `weight` to, and the value for backward() to return.
 
-    They are `weight.grad`, made if there is none, and None: a gradient of its own would take as
-    much memory as the weight until the end of the backward pass. If hooks must see the gradient,
-    both are new zeros.
+    For a leaf without hooks these are `weight.grad`, created if missing, and None. For other
+    weights both are the same new tensor of zeros.
     """
+    # A gradient of its own would take as much memory as the weight until the backward pass ends.
     if weight.is_leaf and not (weight._backward_hooks or weight._post_accumulate_grad_hooks):
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
@@ -158,7 +156,6 @@ def gradient_in_place(weight: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _chunks(num_rows: int, vocabulary: int, rows_M: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the hidden states and of the pairs that belong to them."""
     size = max(1, _CHUNK_BYTES // (4 * vocabulary))
     starts = range(0, num_rows, size)
     bounds = torch.tensor([*starts, num_rows], device=rows_M.device)
@@ -182,7 +179,6 @@ def _logits(
 
 
 def _softmax_parts(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(logits - max), its sums [C, 1] and the log of the softmax's denominator [C]."""
     most_C1 = logits_CV.amax(dim=-1, keepdim=True)
     exp_CV = (logits_CV - most_C1).exp_()
     sums_C1 = exp_CV.sum(dim=-1, keepdim=True)

@@ -1,6 +1,7 @@
 """Log-probs and entropies of a batch's tokens from a trainer's own logits.
 
-Used by `trainer_hooks.update.micro_batches` and by users' training loops. Pure functions.
+Used by `trainer_hooks.update.micro_batches` and by users' training loops. No function has side
+effects.
 
 Shape letters: B rows, T positions, R = B * T, V vocabulary, E hidden size.
 """
@@ -34,12 +35,12 @@ def token_logprobs(
     *,
     return_entropy: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-prob of token t in column t, float32 [B, T], with a gradient; column 0 is 0.
+    """Return the log-prob of token t in column t, float32 [B, T], with a gradient. Column 0 is 0.
 
-    `logits_BTV[:, t]` predicts token t + 1. The result is the same quantity as the engine's
-    log-probs with `logprobs_mode="temperature"`.
-    `return_entropy`: True also returns the entropy in nats of the distribution of token t over the
-    whole vocabulary, with a gradient, for an entropy bonus.
+    `logits_BTV[:, t]` predicts token t + 1. The engine's log-probs with
+    `logprobs_mode="temperature"` are the same quantity.
+    `return_entropy`: True also returns the entropies, for an entropy bonus. Column t is the entropy
+    in nats of the distribution of token t over the whole vocabulary, with a gradient.
     """
     logits_BTV = logits_BTV[:, :-1].float() / temperature
     chosen_BT = logits_BTV.gather(-1, tokens_BT[:, 1:, None]).squeeze(-1)
@@ -57,7 +58,7 @@ def token_logprobs(
 def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Return the entropy of the distribution of token t in column t, float32 [B, T], in nats.
 
-    It covers the whole vocabulary, as in TRL and verl. It has no gradient; column 0 is 0.
+    The entropy covers the whole vocabulary, as in TRL and verl. It has no gradient. Column 0 is 0.
     """
     probabilities_BTV = (logits_BTV[:, :-1].float() / temperature).softmax(dim=-1)
     entropies_BT = torch.special.entr(probabilities_BTV).sum(dim=-1)
@@ -67,9 +68,9 @@ def token_entropies(logits_BTV: torch.Tensor, temperature: float = 1.0) -> torch
 def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """Return logits of final hidden states as the engine computes them, float32 [B, T, V].
 
-    They have a gradient. On a CUDA device, half-precision products keep their float32 sums. A
-    model's own head rounds them to its dtype, and so its log-probs differ from the engine's. On
-    other devices this is the head's product, cast to float32.
+    The logits have a gradient. On a CUDA device, half-precision products keep their float32 sums. A
+    model's own head rounds these sums to its dtype, so its log-probs differ from the engine's. On
+    other devices the result is the head's product, cast to float32.
     """
     hidden_RE = hidden_BTE.reshape(-1, hidden_BTE.shape[-1])
     logits_RV: Tensor = _HeadLogits.apply(hidden_RE, weight_VE, bias_V)  # type: ignore[no-untyped-call]
@@ -77,7 +78,7 @@ def head_logits(hidden_BTE: Tensor, weight_VE: Tensor, bias_V: Tensor | None = N
 
 
 class _HeadLogits(torch.autograd.Function):
-    """`float32_product` with a derivative, which torch lacks."""
+    """`float32_product` with a gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden_RE: Tensor, weight_VE: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -87,7 +88,6 @@ class _HeadLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of a product in the model's dtype followed by a cast."""
         hidden_RE, weight_VE = ctx.saved_tensors
         grad_RV = grads[0].to(hidden_RE.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad

@@ -1,6 +1,6 @@
 """merged_metrics: the metrics of a batch, computed from the metrics of its micro-batches.
 
-Used by `accumulate_gradients` in `trainer_hooks.update.micro_batches`. A pure function.
+Used by `trainer_hooks.update.micro_batches`. The function has no side effects.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
     """Return the metrics of a batch from `parts`: each micro-batch's metrics and number of tokens.
 
-    The result equals the metrics of the batch in one piece. `loss` is a sum, since each part was
-    divided by the denominator of the batch.
+    The result equals the metrics of the batch in one piece. `loss` is the sum of the parts' losses,
+    which are already divided by the batch's denominator.
     """
     parts = [(metrics, count) for metrics, count in parts if count] or list(parts[:1])
     merged: dict[str, float] = {}
@@ -42,7 +42,6 @@ def merged_metrics(parts: Sequence[tuple[dict[str, float], int]]) -> dict[str, f
 
 
 def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """Return the mean of `name`, weighted by the number of tokens that it covers in each part."""
     counts = _counts(name, parts)
     total = sum(
         count * metrics.get(name, 0.0) for (metrics, _), count in zip(parts, counts, strict=True)
@@ -51,7 +50,7 @@ def _weighted_mean(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> 
 
 
 def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> float:
-    """Return (sum w)^2 / (n sum w^2), with sums from each part's effective size and mean weight."""
+    # (sum w)^2 / (n sum w^2), with sums from each part's effective size and mean weight.
     prefix = name.removesuffix("eff_sample_size")
     mean_name = f"{prefix}mean" if prefix.startswith("sampling/") else f"{prefix}weight_mean"
     counts = _counts(name, parts)
@@ -64,7 +63,7 @@ def _effective_sample_size(name: str, parts: Sequence[tuple[dict[str, float], in
 
 
 def _counts(name: str, parts: Sequence[tuple[dict[str, float], int]]) -> list[float]:
-    """Return how many tokens the metric covers in each part: all, a lag cell's, or stale ones."""
+    """Return how many tokens of each part the metric covers: all, a lag cell's, or stale tokens."""
     if name.startswith("by_lag/") and not name.endswith("/token_fraction"):
         share_name = f"{name.rpartition('/')[0]}/token_fraction"
     elif name == "stale_clip_fraction":

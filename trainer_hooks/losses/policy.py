@@ -1,10 +1,10 @@
 """policy_loss and value_loss: compute one scalar loss and its metrics from a batch.
 
-`trainer_hooks.update.micro_batches` calls policy_loss, `trainer_hooks.train.critic` calls
-value_loss, and users' training loops call both. Pure functions.
+Used by users' training loops. `trainer_hooks.update.micro_batches` calls policy_loss, and
+`trainer_hooks.train.critic` calls value_loss. No function has side effects.
 
-Shape letters: B rows, T positions of prompt + completion, right padded. Column t of a log-prob
-tensor is the log-prob of token t; the mask is 1 on the tokens to train on.
+Shape letters: B rows, T positions of prompt and completion, padded on the right. Column t of a
+log-prob tensor is the log-prob of token t. The mask is 1 on the tokens to train on.
 """
 
 from __future__ import annotations
@@ -56,19 +56,20 @@ def policy_loss(
     """Return the loss of one batch, a float32 scalar with a gradient to `logprobs_BT`, and metrics.
 
     loss = aggregate(w * token loss + kl_coefficient * KL - entropy_coefficient * entropy), divided
-    by `config.max_completion_length` if that is set. `aggregation_denominator`: see `aggregate`.
-    `config.kind` determines the token loss, a function of the ratio r = pi / anchor.
-    `config.correction` determines the weight w, a function of anchor / behaviour.
-    `proximal_logprobs_BT`: log-probs of the policy at the start of this update. If given, they are
-    the anchor (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et al. 2025,
-    arXiv 2505.24298, sec. 5.2). Otherwise the behaviour policy is the anchor, and w is 1.
+    by `config.max_completion_length` if that is set.
+    `config.kind` selects the token loss, a function of the ratio r = pi / anchor.
+    `config.correction` selects the weight w, a function of anchor / behaviour.
+    `proximal_logprobs_BT`: log-probs of the policy at the start of this update. If given, the
+    anchor is that policy (decoupled PPO: Hilton et al. 2021, arXiv 2110.00641, sec. 3; AReaL, Fu et
+    al. 2025, arXiv 2505.24298, sec. 5.2). Otherwise the anchor is the behaviour policy, and w is 1.
+    `advantages_BT`: [B, T] or [B, 1].
     `entropies_BT`: result of `token_logprobs(..., return_entropy=True)`, for the entropy bonus and
     the metric `entropy`. The bonus has a gradient to `entropies_BT`.
-    `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once;
-    without it, each row counts. Ratios and masks of sequences are per row.
-    `advantages_BT`: [B, T] or [B, 1].
+    `aggregation_denominator`: the `denominator` of `aggregate`.
+    `rollout_tokens_B`: as in a RolloutBatch. With it, a rollout of several rows counts once in the
+    aggregate. Without it, each row counts. Ratios and masks of sequences are always per row.
     `policy_lag_BT`, `kv_lag_BT`: for metrics of stale tokens, and for a correction that depends on
-    lag. With both, `by_lag/*` has metrics for each cell (policy lag x KV lag).
+    lag. If both are given, metrics named `by_lag/*` describe each cell (policy lag x KV lag).
     Values outside the mask are not read, and may be NaN. Log-probs are clamped at MIN_LOGPROB.
     Raises ConfigError for shapes that differ and for a term whose input is missing.
     """
@@ -108,9 +109,6 @@ def _masked_losses(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the losses, with 0 for tokens that `max_sequence_kl` drops, and these tokens' share
-    as a metric.
-    """
     if config.max_sequence_kl is None:
         return terms.losses_BT, {}
     is_masked_BT = sequence_mask(log_ratio_BT, advantages_BT, mask_BT, config.max_sequence_kl)
@@ -126,10 +124,7 @@ def _corrected(
     correction: OffPolicyCorrection,
     lags: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics.
-
-    Raises ConfigError if the correction needs proximal log-probs and there are none.
-    """
+    """Return the corrected losses, which tokens have weight 0 (bool [B, T]), and metrics."""
     correction = _resolved(correction, anchor_BT is not behaviour_BT)
     if anchor_BT is behaviour_BT:
         return losses_BT, torch.zeros_like(mask_BT), {}
@@ -147,7 +142,6 @@ def _penalties(
     mask_BT: torch.Tensor,
     config: PolicyLossConfig,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return each token's KL penalty less its entropy bonus, and metrics."""
     penalties_BT, metrics = torch.zeros_like(behaviour_BT), {}
     if config.kl_coefficient > 0.0:
         if reference_logprobs_BT is None:
@@ -166,14 +160,10 @@ def _penalties(
 
 
 def _constants(logprobs_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of the trained tokens without a gradient, 0 elsewhere."""
     return trained_logprobs(logprobs_BT.detach(), mask_BT)
 
 
 def _resolved(correction: OffPolicyCorrection, is_proximal: bool) -> OffPolicyCorrection:
-    """Return the correction with the mode `auto` resolved. Raises ConfigError if it needs proximal
-    log-probs and there are none.
-    """
     if correction.needs_proximal and not is_proximal:
         # Weighing by present / behaviour instead would leave no ratio to clip.
         raise ConfigError(
@@ -216,10 +206,10 @@ def value_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return half the squared error to the returns, with a gradient to `values_BT`, and metrics.
 
-    Per token max((V - R)^2, (clip(V) - R)^2) / 2. clip(V) is within `clip_range` of the value at
-    the start of the update, so moving V further does not lower the loss. None means no clip.
-    Metrics have verl's names: vf_loss, vf_clipfrac, vpred_mean. Values outside the mask are not
-    read.
+    The loss of a token is max((V - R)^2, (clip(V) - R)^2) / 2. clip(V) is within `clip_range` of
+    the value at the start of the update, so moving V further does not lower the loss. None means no
+    clip. The metrics vf_loss, vf_clipfrac and vpred_mean have verl's names. Values outside the mask
+    are not read.
     Raises ConfigError for shapes that differ and a clip range that is not above 0.
     Source: Schulman et al. 2016, arXiv 1506.02438; the clip: Engstrom et al. 2020, arXiv
     2005.12729, sec. 3.

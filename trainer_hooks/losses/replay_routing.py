@@ -1,7 +1,7 @@
 """Routing replay: a trainer's forward pass computes each token with the experts of the rollout.
 
-Used by `trainer_hooks.update.micro_batches` and by users' training loops around a pass. It replaces
-the `forward` of the model's routers during a block.
+Used by `trainer_hooks.update.micro_batches` and by users' training loops around a pass.
+replay_routing replaces the `forward` of the model's routers within a block.
 
 Source: R3 (Ma et al. 2025, "Stabilizing MoE reinforcement learning by aligning training and
 inference routers"), arXiv 2510.11370.
@@ -31,15 +31,15 @@ def replay_routing(
 ) -> Iterator[None]:
     """Make the routers of `model` choose the recorded experts in the block.
 
-    `routing_BTLK`: integers; row [b, t] is for token [b, t] of the forward pass, as in
-    `RolloutBatch.routing_BTLK`. A packed batch is one row, [1, N, L, K]. Where a layer's K ids are
-    -1, its router chooses itself. Expert weights, and so the gradient, come from the router's own
-    scores at the recorded ids.
-    `routers`: modules that choose experts, in the order of layers; None finds the routers of a
-    transformers model. Each must choose by one `torch.topk` of `top_k` among `num_experts` scores.
-    With gradient checkpointing, run the backward pass inside the block as well: it repeats the
-    layers, and outside the block torch finds them different (CheckpointError) unless use_reentrant
-    is True.
+    `routing_BTLK`: integers as in `RolloutBatch.routing_BTLK`. Row [b, t] is for token [b, t] of
+    the forward pass. A packed batch is one row, [1, N, L, K]. Where all K ids of a layer are -1,
+    its router chooses the experts itself. Expert weights, and so the gradient, come from the
+    router's own scores at the recorded ids.
+    `routers`: modules that choose experts, in the order of layers. None finds the routers of a
+    transformers model. Each router must choose by one `torch.topk` of `top_k` among `num_experts`
+    scores.
+    With gradient checkpointing, run the backward pass inside the block too, because it repeats the
+    layers. Outside the block torch raises CheckpointError unless use_reentrant is True.
     Raises ConfigError for routing of another shape, an id that no expert has or that a row has
     twice, a model whose routers are not recognised, and a forward pass that did not call all
     routers.
@@ -92,8 +92,6 @@ def _is_router(module: nn.Module) -> bool:
 
 
 class _Replay:
-    """Replays recorded ids [N, K] in one router."""
-
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
         self.router, self.num_calls = router, 0
         self._ids_NK, self._shape = ids_NK, shape
@@ -101,8 +99,6 @@ class _Replay:
         self._was_replaced = "forward" in vars(router)  # by other code, before this replay
 
     def install(self) -> None:
-        """Replace the router's `forward` by one that chooses the recorded ids."""
-
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             with _Choice(self.router, self._ids_NK, self._shape) as choice:
@@ -113,7 +109,6 @@ class _Replay:
         self.router.forward = forward
 
     def remove(self) -> None:
-        """Restore the router's `forward`."""
         if self._was_replaced:
             self.router.forward = self._forward
         else:
@@ -121,10 +116,7 @@ class _Replay:
 
 
 class _Choice(TorchFunctionMode):
-    """A torch function mode in which the top k of the experts' scores are the recorded ids.
-
-    The router computes expert weights from the scores at these ids, as always.
-    """
+    """A torch function mode in which the top k of the experts' scores are the recorded ids."""
 
     def __init__(self, router: nn.Module, ids_NK: torch.Tensor, shape: str) -> None:
         super().__init__()
@@ -146,8 +138,8 @@ class _Choice(TorchFunctionMode):
         if scores_NE.dim() != 2 or len(scores_NE) != num_tokens:
             raise ConfigError(
                 f"routing of shape {self._shape} has {num_tokens} tokens, and the forward pass of "
-                f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the rows of "
-                "the very batch, padded or packed as its tokens are"
+                f"{type(self._router).__name__} {scores_NE.shape[:-1].numel()}; replay the "
+                "routing of the batch that is computed, padded or packed like its tokens"
             )
         ids_NK = self._ids_NK.to(scores_NE.device).long()  # copied as int16: a quarter of the bytes
         is_known_N1 = (ids_NK >= 0).all(dim=-1, keepdim=True)
@@ -165,7 +157,6 @@ class _Choice(TorchFunctionMode):
 
 
 def _replays(routers: Sequence[nn.Module], routing_BTLK: torch.Tensor) -> list[_Replay]:
-    """Return a replay for each router. Raises ConfigError for routing that does not fit them."""
     shape = f"{list(routing_BTLK.shape)}"
     for router in routers:
         wanted: tuple[Any, Any] = len(routers), router.top_k

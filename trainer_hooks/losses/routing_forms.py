@@ -1,11 +1,12 @@
 """Converts recorded routing to and from the forms of verl, slime, prime-rl, NeMo-RL and SGLang.
 
-Used by `rollout_verl.server` (`without_unknown`) and by users' integrations. Pure functions.
+Used by `rollout_verl.server` (`without_unknown`) and by users' integrations. No function has side
+effects.
 
 This project's forms are `request.routing_indices`, int16 [tokens - 1, L, K], and
-`RolloutBatch.routing_BTLK`, int16 [B, T, L, K], right padded. They have only layers with experts,
-and -1 for a token whose experts are unknown. Forms that have no -1 get 0 .. K - 1 for unknown
-tokens and padding: K different experts.
+`RolloutBatch.routing_BTLK`, int16 [B, T, L, K], padded on the right. Both forms contain only layers
+with experts, and -1 for a token whose experts are unknown. A form without -1 gets the experts 0 ..
+K - 1 for unknown tokens and padding.
 
 Shape letters: P positions of a request, S positions of verl's padded row, B rows, T positions of a
 RolloutBatch, L layers with experts, A all layers, K experts of a token.
@@ -31,13 +32,13 @@ _BYTES_DTYPES = ("uint8", "uint16", "int8", "int16", "int32")
 
 
 def without_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """Return a copy with 0 .. K - 1, a choice of K different experts, where experts are unknown."""
+    """Return a copy with the experts 0 .. K - 1 where experts are unknown."""
     top_k = torch.arange(routing.shape[-1], dtype=routing.dtype, device=routing.device)
     return torch.where(_is_row(routing), routing, top_k)
 
 
 def duplicates_unknown(routing: torch.Tensor) -> torch.Tensor:
-    """Return a copy with -1 where a token has an expert twice, as in zeros. No router does that."""
+    """Return a copy with -1 where a token has an expert twice, which no router chooses."""
     ordered = routing.sort(dim=-1).values
     is_twice = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1, keepdim=True)
     return routing.masked_fill(is_twice, UNKNOWN)
@@ -79,10 +80,10 @@ def to_verl(
     max_prompt_length: int,
     max_response_length: int,
 ) -> torch.Tensor:
-    """Return verl's `routed_experts` [B, S, L, K]. Each row starts where its prompt starts in
-    verl's `input_ids`.
+    """Return verl's `routed_experts` [B, S, L, K]. S is the sum of the two maximum lengths.
 
-    S = max_prompt_length + max_response_length. Raises ConfigError for lengths that do not fit.
+    Each row starts where its prompt starts in verl's `input_ids`. Raises ConfigError for lengths
+    that do not fit.
     """
     num_rows, num_positions, *of_row = routing_BTLK.shape
     starts = [max_prompt_length - int(length) for length in prompt_lengths_B]
@@ -105,9 +106,10 @@ def to_verl(
 
 
 def from_verl(routed_experts: torch.Tensor, attention_mask_BS: torch.Tensor) -> torch.Tensor:
-    """Return `routing_BTLK` from verl's `routed_experts` and `attention_mask`, both left padded.
+    """Return `routing_BTLK` from verl's `routed_experts` and `attention_mask`, padded on the left.
 
-    T is the largest number of tokens of a row. A row's last token is -1: no pass computed it.
+    T is the largest number of tokens of a row. A row's last token has -1, since no pass computed
+    it.
     """
     _require(
         routed_experts.dim() == 4 and routed_experts.shape[:2] == attention_mask_BS.shape,
@@ -145,7 +147,7 @@ def from_slime(rollout_routed_experts: np.ndarray) -> torch.Tensor:
 
 
 def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
-    """Return {"data": bytes, "shape": ..., "dtype": "uint8" or "uint16"}.
+    """Return prime-rl's {"data": bytes, "shape": ..., "dtype": "uint8" or "uint16"}.
 
     Raises ConfigError for unknown rows.
     """
@@ -156,7 +158,7 @@ def to_prime_rl(routing_PLK: torch.Tensor) -> dict[str, Any]:
 
 
 def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
-    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for others."""
+    """Return `request.routing_indices` from prime-rl's form. Raises ConfigError for other forms."""
     dtype = str(routed_experts["dtype"])
     _require(dtype in _BYTES_DTYPES, f"dtype={dtype!r} must be one of {_BYTES_DTYPES}")
     return _of_bytes(routed_experts["data"], dtype, routed_experts["shape"])
@@ -166,7 +168,7 @@ def from_prime_rl(routed_experts: Mapping[str, Any]) -> torch.Tensor:
 
 
 def to_nemo_rl(routing_PLK: torch.Tensor) -> torch.Tensor:
-    """Return NeMo-RL's `routed_experts`: int8 for ids up to 127, else int16; -1 where unknown."""
+    """Return NeMo-RL's `routed_experts`: int8 for ids up to 127, else int16, -1 where unknown."""
     is_small = not routing_PLK.numel() or int(routing_PLK.max()) < 128
     return routing_PLK.to(torch.int8 if is_small else torch.int16)
 
@@ -189,9 +191,9 @@ def to_sglang(routing_PLK: torch.Tensor) -> str:
 
 
 def from_sglang(routed_experts: str, num_layers: int, top_k: int) -> torch.Tensor:
-    """Return `request.routing_indices` from SGLang's form. Raises ConfigError for another form.
+    """Return `request.routing_indices` from SGLang's form. Apply `moe_layers_only` to the result.
 
-    Apply `moe_layers_only` to the result.
+    Raises ConfigError for another form.
     """
     try:
         data = base64.b64decode(routed_experts, validate=True)

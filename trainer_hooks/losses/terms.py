@@ -1,7 +1,7 @@
 """Terms of the losses: probability ratios, the loss of each token by kind, and their aggregate.
 
-Used by the modules policy, corrections, diagnostics and kl of `trainer_hooks.losses`, and by
-`trainer_hooks.update.micro_batches` (`aggregation_denominator`). Pure functions.
+Used by the modules `policy`, `corrections`, `diagnostics` and `kl` of `trainer_hooks.losses`, and
+by `trainer_hooks.update.micro_batches`. No function has side effects.
 
 Shape letters: B rows, T positions.
 """
@@ -18,8 +18,8 @@ from trainer_hooks.losses.config import KINDS, Aggregation, PolicyLossConfig, Ra
 # exp(20) is half a billion. Any clip or cap is far below it, and its square fits into float32, so
 # sums stay finite.
 MAX_LOG_RATIO = 20.0
-# Lower log-probs, also -inf, are clamped to this and have no gradient, so that no difference of
-# log-probs is NaN and sums are finite. e^-1000 is 0 in float64, too: no engine samples it.
+# Lower log-probs, also -inf, are clamped to this value and have no gradient, so that no difference
+# of log-probs is NaN and sums are finite. No engine samples such a token: e^-1000 is 0 in float64.
 MIN_LOGPROB = -1000.0
 
 
@@ -44,9 +44,9 @@ def log_ratios(
 def rollout_log_ratios(
     log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, level: RatioLevel
 ) -> torch.Tensor:
-    """Return log ratios [B, 1] for a level of whole rollouts, or [B, T] for `token`.
+    """Return log ratios, [B, T] for the level `token` and [B, 1] for the levels of whole rollouts.
 
-    `sequence` is the log of the product over the trained tokens, `geometric` the log of their
+    `sequence` is the log of the product over the trained tokens. `geometric` is the log of their
     geometric mean (GSPO, Zheng et al. 2025, arXiv 2507.18071, eq. 7).
     """
     if level == "token":
@@ -65,10 +65,10 @@ def differentiable_ratios(
 ) -> torch.Tensor:
     """Return pi / anchor per token [B, T], with a gradient to `logprobs_BT`.
 
-    With a level of whole rollouts, every token has its rollout's ratio s, and the gradient of s is
-    divided among the rollout's tokens: s * exp(c (log pi - sg(log pi))), where sg stops the
-    gradient and c makes the mean over tokens have the gradient of s. So advantages may differ
-    within a rollout. Source: GSPO-token, Zheng et al. 2025, eq. 14.
+    With a level of whole rollouts, every token has its rollout's ratio s and a share of the
+    gradient of s, so advantages may differ within a rollout. The formula is s * exp(c (log pi -
+    sg(log pi))), where sg stops the gradient. The factor c makes the mean over tokens have the
+    gradient of s. Source: GSPO-token, Zheng et al. 2025, eq. 14.
     """
     if level == "token":
         return log_ratios(logprobs_BT, anchor_logprobs_BT, mask_BT).exp()
@@ -80,11 +80,11 @@ def differentiable_ratios(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Losses [B, T] with a gradient, and without one the ratio and where it was clipped.
+    """Losses of tokens, and where the ratio was clipped, [B, T]. Only `losses_BT` has a gradient.
 
     `is_low_BT`: True where the ratio is below the clip range and A < 0.
     `is_high_BT`: True where the ratio is above the clip range and A > 0.
-    `is_dual_BT`: True where the dual clip acts; None without a dual clip.
+    `is_dual_BT`: True where the dual clip acts, or None without a dual clip.
     Values outside the mask have no meaning.
     """
 
@@ -109,9 +109,9 @@ def token_losses(
     """Return the token losses, with r = pi / anchor at the kind's level and its clip range.
 
     Most kinds: -min(r A, clip(r) A). With `dual_clip` c and A < 0, at most -c A.
-    cispo: -sg(clip(r)) A log pi. Every token keeps a gradient; the clip only bounds its weight.
-    sapo: -4 / t sigmoid(t (r - 1)) A, with temperature t by the sign of A. The slope is 1 at r = 1
-    and falls with the distance from it.
+    cispo: -sg(clip(r)) A log pi. Every token keeps a gradient, and the clip only bounds its weight.
+    sapo: -4 / t sigmoid(t (r - 1)) A, with temperature t by the sign of A. The sigmoid's slope is 1
+    at r = 1 and falls with the distance from 1.
     """
     kind = KINDS[config.kind]
     epsilon_low, epsilon_high = config.clip_range
@@ -182,12 +182,12 @@ def aggregation_denominator(
 ) -> torch.Tensor:
     """Return the divisor of `aggregate`: the number of trained tokens, or of rollouts with one.
 
-    At least 1. Give a whole batch's divisor to the losses of all its micro-batches.
+    The divisor is at least 1. Give a whole batch's divisor to the losses of all its micro-batches.
     """
     if aggregation == "token-mean":
         return mask_BT.sum().clamp(min=1)
     if rollout_tokens_B is None:
         return mask_BT.any(dim=1).sum().clamp(min=1)
-    # Each row is a share of its rollout; the shares of a rollout add up to 1.
+    # Each row is a share of its rollout. The shares of a rollout add up to 1.
     shares_B = mask_BT.sum(dim=1) / rollout_tokens_B.clamp(min=1).double()
     return shares_B.sum().round().long().clamp(min=1)

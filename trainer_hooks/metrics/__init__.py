@@ -1,6 +1,7 @@
 """Metrics of a run: measuring them, and writing them to a JSONL file, wandb and the terminal.
 
-Used by users' training loops, `trainer_hooks.train`, `trainer_hooks.producer` and the benchmarks.
+Used by users' training loops, `trainer_hooks.train`, `benchmarks.async_training` and
+`benchmarks.smollm`.
 """
 
 from trainer_hooks.metrics.console import DEFAULT_COLUMNS, ProgressView

@@ -1,8 +1,7 @@
 """The two step axes of a run, and the axis over which each metric is drawn.
 
-Used by MetricsLogger, by `start_wandb_run`, which declares the axes, by JsonlWriter, which keeps
-rows up to a step, by ProgressView, and by the dashboard, samples and report of
-`trainer_hooks.train`.
+Used by the modules `console`, `jsonl`, `logger` and `wandb_run` of `trainer_hooks.metrics`, and by
+the modules of `trainer_hooks.train` that write, read or draw metrics.
 """
 
 TRAINER_STEP = "trainer/step"  # number of training steps done

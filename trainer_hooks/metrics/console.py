@@ -1,7 +1,8 @@
 """ProgressView: a live progress bar of a run in the terminal, or plain lines without a terminal.
 
-Used as the `console` of a MetricsLogger, by `trainer_hooks.train.main` for the warm-up, and by the
-dashboard where there is no terminal. It prints to a rich Console.
+Used by users as the `console` of a MetricsLogger, by `trainer_hooks.train.main` for the warm-up,
+and by `trainer_hooks.train.dashboard` if there is no terminal. A ProgressView prints to a rich
+Console.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ DEFAULT_COLUMNS = {
 class ProgressView:
     """A progress bar beside the latest values of a few metrics.
 
-    `console`: where to print; None for standard output.
-    `columns`: format of each shown metric, by name; None for DEFAULT_COLUMNS.
-    `line_interval`: number of steps between printed lines if the output is not a terminal. Steps
-    that take long print a line each once LONGEST_SILENCE_S seconds have passed since the last one.
-    `clock`: returns seconds, for the elapsed time.
-
-    Raises ConfigError without the package rich.
+    `console`: where to print. None means standard output.
+    `columns`: format of each shown metric, by name. None means DEFAULT_COLUMNS.
+    `line_interval`: number of steps between printed lines if the output is not a terminal. A line
+    is also printed if LONGEST_SILENCE_S seconds have passed since the last one.
+    `clock`: returns seconds.
+    Raises ConfigError if the package rich is not installed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ProgressView:
     def show(self, metrics: Mapping[str, Any]) -> None:
         """Show one row of metrics, and print its warnings in red.
 
-        A row without the stage's step only updates the values.
+        A row without the metric `step_name` only updates the values.
         """
         self._latest.update({name: metrics[name] for name in self._columns if name in metrics})
         values = "  ".join(
@@ -127,7 +127,7 @@ class ProgressView:
         return step % self._line_interval == 0 or step == self._num_steps or is_late
 
     def close(self) -> None:
-        """End the bar, leaving its last state on the screen. May be called twice."""
+        """End the bar, leaving its last state on the screen. A second call has no effect."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

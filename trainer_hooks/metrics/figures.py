@@ -1,7 +1,8 @@
 """The figures of a run, each defined once: rates, times and rewards, computed from metric rows.
 
-Used by `trainer_hooks.metrics.measure` and StageClock, and by the summary, the dashboard and the
-report of `trainer_hooks.train`. Pure functions.
+Used by `console`, `measure`, `stage_clock` and `step_warnings` of `trainer_hooks.metrics`, by the
+summary, dashboard, plots and report of `trainer_hooks.train`, and by examples/train_trl.py. No
+function has side effects.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ def training_steps(rows: Sequence[Row]) -> list[Row]:
 
 
 def rate(num_tokens: float, seconds: float) -> float:
-    """Return tokens per second. A span of no length counts as a nanosecond."""
+    """Return tokens per second. A time below a nanosecond counts as a nanosecond."""
     return num_tokens / max(seconds, 1e-9)
 
 
 def tokens_per_s(steps: Sequence[Row]) -> float | None:
-    """Return the sampled tokens of the steps' batches per second of the steps' wall time.
+    """Return the sampled tokens per second of the steps' wall time.
 
-    Steps without a token count or a time are left out; None if all are. For one row this is its
-    `completions/tokens_per_s`.
+    Steps without a token count or a time are left out. Returns None if no step is left.
     """
     timed = [step for step in steps if NUM_TOKENS in step and STEP_S in step]
     if not timed:
@@ -49,7 +49,7 @@ def total_seconds(steps: Sequence[Row]) -> float:
 
 
 def step_seconds(steps: Sequence[Row]) -> float | None:
-    """Return the mean wall time of the last WINDOW_STEPS steps; None if no step has a time."""
+    """Return the mean wall time of the last WINDOW_STEPS steps, or None if no step has a time."""
     times = [step[STEP_S] for step in steps if step.get(STEP_S) is not None]
     return fmean(times[-WINDOW_STEPS:]) if times else None
 
@@ -57,20 +57,22 @@ def step_seconds(steps: Sequence[Row]) -> float | None:
 def time_left_s(step_s: float, num_left: int, since_last_s: float) -> float:
     """Return the estimated seconds until the last step is done.
 
-    `step_s`: the time of a step. `num_left`: steps that are not done. `since_last_s`: the time
-    since the latest step was done. While a step runs, the estimate falls with the clock until
-    the step has taken `step_s`, and then stands still. So it never rises within a step.
+    `step_s`: seconds per step.
+    `num_left`: number of steps that are not done.
+    `since_last_s`: seconds since the latest step was done.
+    While a step runs, the estimate falls with the clock until the step has taken `step_s`, and then
+    stands still.
     """
     return step_s * num_left - min(since_last_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardChange:
-    """A mean reward at the start and at the end of a run; NaN where nothing has a reward.
+    """A mean reward at the start and at the end of a run, NaN if no sample has a reward.
 
-    `after`: None while there is a single measurement.
-    `num`: held-out prompts of an evaluation, None if the rows do not say; or the training steps
-    in each of the two means.
+    `after`: None if there is a single measurement.
+    `num`: number of held-out prompts of an evaluation, or number of training steps in each of the
+    two means. None if the rows do not say it.
     """
 
     before: float
@@ -79,7 +81,7 @@ class RewardChange:
 
     @property
     def gain(self) -> float | None:
-        """The reward's growth; None while there is a single measurement."""
+        """`after` minus `before`, or None if there is a single measurement."""
         return None if self.after is None else self.after - self.before
 
     def __str__(self) -> str:
@@ -89,10 +91,9 @@ class RewardChange:
 
 
 def sampled_reward(steps: Sequence[Row]) -> RewardChange | None:
-    """Return the change of the training rewards; None if no step has one.
+    """Return the change of the training rewards, or None if no step has a reward.
 
-    Each end is the mean over up to WINDOW_STEPS steps that have a reward. The two ends share no
-    step: of fewer steps, each end gets half.
+    Each end is the mean over up to WINDOW_STEPS steps that have a reward. The ends share no step.
     """
     rewards = [step["reward"] for step in steps if step.get("reward") is not None]
     rewards = [reward for reward in rewards if math.isfinite(reward)]
@@ -104,9 +105,7 @@ def sampled_reward(steps: Sequence[Row]) -> RewardChange | None:
 
 
 def held_out_reward(rows: Sequence[Row]) -> RewardChange | None:
-    """Return the change of the held-out prompts' greedy reward between the first and the last
-    evaluation; None without an evaluation.
-    """
+    """Return the change of the held-out greedy reward over all evaluations, or None without one."""
     evaluations = [row for row in rows if HELD_OUT_REWARD in row]
     if not evaluations:
         return None
@@ -117,5 +116,5 @@ def held_out_reward(rows: Sequence[Row]) -> RewardChange | None:
 
 
 def of_prompts(num: float | None) -> str:
-    """Return the text " (n=32)" for a number of held-out prompts; "" if it is not known."""
+    """Return text such as " (n=32)" for a number of held-out prompts, or "" for None."""
     return "" if num is None else f" (n={num:,.0f})"

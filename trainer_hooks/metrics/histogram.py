@@ -1,8 +1,8 @@
 """Histograms of whole numbers as plain columns, so that a row of metrics stays flat.
 
-Written by `rollout_metrics`, and read by `with_histograms` for wandb and by the charts, dashboard
-and report of `trainer_hooks.train`. The columns `policy_staleness/hist/0`,
-`policy_staleness/hist/1`, ... hold the counts of the values 0, 1, ... The last one,
+Written by `trainer_hooks.metrics.measure`. Read by `trainer_hooks.metrics.wandb_run` and by the
+charts, dashboard and report of `trainer_hooks.train`. The columns `policy_staleness/hist/0`,
+`policy_staleness/hist/1`, ... hold the counts of the values 0, 1, ... The last column,
 `policy_staleness/hist/16+`, counts all values above 15.
 """
 
@@ -21,8 +21,7 @@ _INFIX = "/hist/"
 def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
     """Return the counts of `values` by column, `<name>/hist/<bin>`, up to the largest value's bin.
 
-    Returns {} without values. Fractions are rounded to the nearest whole number. Negative values
-    count as 0.
+    Fractions are rounded, and negative values count as 0. Returns {} without values.
     """
     if not values.numel():
         return {}
@@ -32,7 +31,7 @@ def histogram_columns(name: str, values: torch.Tensor) -> dict[str, int]:
 
 
 def read_histogram(row: Mapping[str, Any], name: str) -> dict[int, int]:
-    """Return the count of each bin of the histogram `name` in `row`; {} if there is none.
+    """Return the count of each bin of the histogram `name` in `row`, or {} if there is none.
 
     The last bin, NUM_BINS, counts all values from NUM_BINS on.
     """
@@ -40,7 +39,7 @@ def read_histogram(row: Mapping[str, Any], name: str) -> dict[int, int]:
 
 
 def read_histograms(row: Mapping[str, Any]) -> dict[str, dict[int, int]]:
-    """Return all histograms of a row, by name, each with the count of each bin."""
+    """Return the count of each bin of each histogram in a row, by name."""
     histograms: dict[str, dict[int, int]] = defaultdict(dict)
     for column, count in row.items():
         name, infix, label = column.rpartition(_INFIX)

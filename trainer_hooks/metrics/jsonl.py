@@ -1,7 +1,8 @@
 """JsonlWriter: writes metrics as one JSON object per line, readable while the run continues.
 
-Used by MetricsLogger, `trainer_hooks.train.samples` and `trainer_hooks.train.main`.
-`trainer_hooks.train.report`, `trainer_hooks.train.main` and users read the files.
+Used by `trainer_hooks.metrics.logger` and by `main`, `run_files` and `samples` of
+`trainer_hooks.train`. `trainer_hooks.train.main`, `trainer_hooks.train.run_results`,
+`trainer_hooks.train.report_samples` and users read the files.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from trainer_hooks.metrics.axes import TRAINER_STEP
 class JsonlWriter:
     """Appends rows to a file and flushes each.
 
-    `resume_step`: None starts a new file, and renames an existing one (`set_aside`). With a step,
-    rows of later steps are deleted from an existing file, since a resumed run repeats the steps
-    after its checkpoint.
-    `max_bytes`: when name.jsonl grows beyond it, it is renamed to name.1.jsonl and replaces that
-    file. None for no limit.
+    `resume_step`: None starts a new file and renames an existing one. A number keeps the existing
+    rows up to that step and deletes later ones, since a resumed run repeats the steps after its
+    checkpoint.
+    `max_bytes`: limit on the file. A larger name.jsonl replaces name.1.jsonl, and a new name.jsonl
+    is begun. None means no limit.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class JsonlWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Append one row. NaN and infinity become null; values that JSON lacks become text."""
+        """Append one row. NaN and infinity become null, and values that JSON lacks become text."""
         self._file.write(_line(metrics))
         self._file.flush()
         if self._max_bytes is not None and self._file.tell() > self._max_bytes:
@@ -51,17 +52,17 @@ class JsonlWriter:
             self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. A second call has no effect."""
         self._file.close()
 
 
 def rotated_path(path: Path) -> Path:
-    """Return the path, such as name.1.jsonl, of the file with the rows before those in `path`."""
+    """Return the path of the older rows of `path`, such as name.1.jsonl."""
     return path.with_suffix(f".1{path.suffix}")
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Return the rows of a file, without a last line that has no line break, as after a kill."""
+    """Return the rows of a file. A last line without a line break, as after a kill, is left out."""
     return list(iterate_jsonl(path))
 
 

@@ -1,7 +1,7 @@
 """MetricsLogger: writes each row of metrics to a JSONL file, wandb and the console.
 
-Used by users' training loops, by `trainer_hooks.train.main` and `trainer_hooks.train.samples`, for
-which `trainer_hooks.train.run_files` makes it, and by engines as `metrics_writer`.
+Used by users' training loops, by `main`, `run_files` and `samples` of `trainer_hooks.train`, and by
+engines as `metrics_writer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer_hooks.metrics.wandb_run import as_table, with_histograms
 
 
 class WandbRun(Protocol):
-    """The methods of a wandb run that MetricsLogger calls; `start_wandb_run` makes one."""
+    """The methods of a wandb run that MetricsLogger calls. `start_wandb_run` makes a wandb run."""
 
     def log(self, data: dict[str, Any]) -> Any:
         """Record one row."""
@@ -32,12 +32,12 @@ class WandbRun(Protocol):
         ...
 
     def alert(self, title: str, text: str, level: str) -> Any:
-        """Record an alert, which the W&B app shows and may send on."""
+        """Record an alert, which the W&B app shows and may forward."""
         ...
 
     @property
     def summary(self) -> Any:
-        """The run's final figures; `update(figures)` adds some."""
+        """The run's final figures. `summary.update(figures)` adds some."""
         ...
 
 
@@ -54,16 +54,18 @@ class MetricsView(Protocol):
 
 
 class MetricsLogger:
-    """Writes each row of metrics to its sinks: a JSONL file, a wandb run and a view, if given.
+    """Writes each row of metrics to a JSONL file, a wandb run and a view, as far as they are given.
 
-    It also serves as `metrics_writer` of an InferenceConfig. Rows without a step or version, such
-    as the engine's, get the latest ones. Histogram columns also go to wandb as histograms, and
-    warnings as alerts.
-    As a context manager it closes all sinks at the end, also after an exception.
-    An error of the wandb run or the view is logged once, and rows still go to the other sinks.
-    Errors of the JSONL file are raised, since a resumed run needs it.
-    `jsonl`: path of the JSONL file. `console`: the view.
-    `resume_step`: step from which a resumed run continues; None starts a new JSONL file.
+    A MetricsLogger also serves as `metrics_writer` of an InferenceConfig. Rows without a step or
+    version, such as the engine's, get the latest ones. Histogram columns also go to wandb as
+    histograms, and warnings as alerts. As a context manager it closes everything at the end, also
+    after an exception.
+    An error of the wandb run or the view is logged once. Errors of the JSONL file are raised, since
+    a resumed run needs this file.
+    `jsonl`: path of the JSONL file.
+    `console`: the view.
+    `resume_step`: step from which a resumed run continues. None starts a new JSONL file.
+    Raises ConfigError if neither `jsonl`, `wandb` nor `console` is given.
     """
 
     def __init__(
@@ -73,7 +75,6 @@ class MetricsLogger:
         console: MetricsView | None = None,
         resume_step: int | None = None,
     ) -> None:
-        """Raises ConfigError without a sink."""
         if jsonl is None and wandb is None and console is None:
             raise ConfigError("a MetricsLogger writes to something: give jsonl, wandb or console")
         self._jsonl = None if jsonl is None else JsonlWriter(jsonl, resume_step)
@@ -87,8 +88,9 @@ class MetricsLogger:
     ) -> None:
         """Write one row with `step` as `trainer/step` and `version` as `rollout/version`.
 
-        None takes the latest step or version that was given, if any. `metrics`: numbers by name,
-        and under `warnings` texts by kind (`step_warnings`).
+        None means the latest step or version that was given, if any.
+        `metrics`: numbers by name. The entry `warnings`, if any, maps kinds to texts (see
+        `step_warnings`).
         """
         if step is not None:
             self._axes[TRAINER_STEP] = step
@@ -114,9 +116,9 @@ class MetricsLogger:
 
     @contextmanager
     def shown_by(self, view: MetricsView) -> Iterator[None]:
-        """Show the rows written in the block in `view` instead of the logger's own view.
+        """While the block runs, show rows in `view` instead of the logger's own view.
 
-        Other sinks get the rows as before. Closes `view` at the end.
+        Closes `view` at the end of the block.
         """
         own, self._console = self._console, view
         try:
@@ -133,7 +135,7 @@ class MetricsLogger:
             )
 
     def close(self, exit_code: int = 0) -> None:
-        """Close all sinks; a non-zero `exit_code` marks the wandb run as failed."""
+        """Close the file, the view and the wandb run. A non-zero `exit_code` means a failed run."""
         if self._jsonl is not None:
             self._jsonl.close()
         if self._console is not None:

@@ -1,7 +1,7 @@
 """Metrics of one training step, from its batch and its times. docs/metrics.md lists the names.
 
-Used by users' training loops, `trainer_hooks.producer.batches` and `trainer_hooks.train.main`. Pure
-functions.
+Used by users' training loops, `trainer_hooks.producer.batches` and `trainer_hooks.train.main`. No
+function has side effects.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt, N the values of a metric.
@@ -35,12 +35,15 @@ def rollout_metrics(
     `failed_fraction` and in the totals `prompts/num_tokens` and `completions/num_tokens`.
     `reward_std` is the mean over groups of the standard deviation within a group, 0 for a group of
     fewer than two rewards.
-    `finish_reasons`: one per rollout ("length" means truncated); None leaves out the metrics of
-    truncated completions. `entropy`: the policy's mean per token; None leaves it out.
     Staleness is in versions, over the trained tokens. `policy_staleness` is the age of the weights
-    that sampled a token, `kv_cache_staleness` the age of the weights that wrote its KV entry, and
-    `kv_lag` how much older than its sampler the KV was that it attended to.
-    Raises ConfigError if the rollouts are not whole groups, or not as many as the finish reasons.
+    that sampled a token. `kv_cache_staleness` is the age of the weights that wrote the token's KV
+    entry. `kv_lag` is the sampling version minus the mean version of the KV that the token attended
+    to.
+    `finish_reasons`: one per rollout. "length" means truncated. None leaves out the metrics of
+    truncated completions.
+    `entropy`: the policy's mean entropy per token. None leaves it out.
+    Raises ConfigError if the rollouts do not form whole groups, or if the number of finish reasons
+    differs.
     """
     num_rollouts = batch.num_rollouts
     if group_size < 1 or num_rollouts % group_size:
@@ -76,10 +79,10 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return the times of a step, and its tokens per second.
 
-    Both rates divide by the step's wall time, however it was spent: engines may have generated a
-    batch while the trainer trained on the one before.
-    `num_generated_tokens`: sampled tokens of the step's batch. `num_trained_tokens`: its tokens
-    that were trained on.
+    Both rates divide by the step's wall time, even if engines generated the batch during an earlier
+    step.
+    `num_generated_tokens`: sampled tokens of the step's batch.
+    `num_trained_tokens`: tokens of the batch that were trained on.
     """
     return {
         **times.as_metrics(),
@@ -89,7 +92,7 @@ def step_metrics(
 
 
 def _num_mixed(batch: RolloutBatch) -> int:
-    """Return the number of rollouts whose trained tokens were sampled by several versions."""
+    # Rollouts whose trained tokens were sampled by several versions.
     lags_BT, mask_BT = batch.policy_lag_BT, batch.mask_BT
     if not bool(mask_BT.any()):
         return 0
@@ -122,7 +125,6 @@ def _reward_metrics(rewards_PG: torch.Tensor) -> dict[str, float]:
 
 
 def _cut_metrics(is_cut_N: torch.Tensor, lengths_N: torch.Tensor) -> dict[str, float]:
-    """Return the share of truncated completions, and the lengths of the complete ones."""
     ended_N = lengths_N[~is_cut_N]
     return {
         "completions/clipped_ratio": _mean(is_cut_N.float()),

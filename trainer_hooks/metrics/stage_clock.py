@@ -1,7 +1,7 @@
 """StageClock: the time that a stage of a run has taken, and an estimate of the time left.
 
-Used by ProgressView and `trainer_hooks.train.dashboard`; `trainer_hooks.train.report` formats times
-by `minutes`.
+Used by `trainer_hooks.metrics.console` and `trainer_hooks.train.dashboard`.
+`trainer_hooks.train.report` and `trainer_hooks.train.summary` use `minutes`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class StageClock:
         self._own_s: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def start(self, num_steps: int | None) -> None:
-        """Begin a stage of `num_steps`; None if the number is not known."""
+        """Begin a stage of `num_steps`, or of an unknown number of steps if it is None."""
         self._num_steps, self._start_s = num_steps or 0, self._clock()
         self._reached_s, self._step, self._step_s = self._start_s, 0, None
         self._own_s.clear()
@@ -34,12 +34,12 @@ class StageClock:
     def reach(self, step: int, step_s: float | None = None) -> None:
         """Record that `step`, counted from 1, is done. A repeated step is ignored.
 
-        `step_s`: the time of a step, as `step_seconds` gives it; None takes the mean of this
+        `step_s`: seconds per step, as `step_seconds` returns it. None means the mean of this
         stage's latest steps by the clock.
         """
         if step == self._step:
             return
-        # The first recorded step of a resumed run is a later one, and took the time since `start`.
+        # The first recorded step took the time since `start`. A resumed run begins at a later step.
         now_s, num_new = self._clock(), step - self._step if self._step else 1
         self._own_s.append((now_s - self._reached_s) / max(num_new, 1))
         self._step, self._reached_s = step, now_s
@@ -48,8 +48,7 @@ class StageClock:
     def text(self) -> str:
         """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun.
 
-        The time left is omitted before the first step is done, after the last one, and if the
-        number of steps is unknown.
+        The time left is omitted if it is unknown.
         """
         if self._start_s is None:
             return ""

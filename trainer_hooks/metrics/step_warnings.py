@@ -1,8 +1,8 @@
 """Warnings of training steps that taught nothing: how rows hold them, and when they are shown.
 
-`trainer_hooks.train.no_signal` finds them. MetricsLogger sends them to W&B as alerts, and
-ProgressView prints them, each by its own WarningFilter. `trainer_hooks.train.summary` and
-`trainer_hooks.train.report` show `run_warnings`.
+`trainer_hooks.train.no_signal` makes the warnings. `trainer_hooks.metrics.logger` sends them to W&B
+as alerts, and `trainer_hooks.metrics.console` and `trainer_hooks.train.dashboard` print them.
+`trainer_hooks.train.summary` and `trainer_hooks.train.report` show `run_warnings`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from trainer_hooks.metrics.figures import training_steps
 
 WARNINGS = "warnings"  # column of a row: the text of each warning by its kind
-REPEAT_STEPS = 10  # steps after which a warning that goes on is shown again
+REPEAT_STEPS = 10  # number of steps after which a lasting warning is shown again
 
-# What was so in a step, by the kind of warning.
+# What happened in a step, by the kind of warning.
 KINDS = {
     "same_scores": "every group scored the same: nothing was learned from the reward",
     "all_cut": "every completion was cut by the length limit",
@@ -39,10 +39,10 @@ def run_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class WarningFilter:
-    """Chooses which warnings of successive rows to show, so that a lasting one is no flood.
+    """Chooses which warnings of successive rows to show.
 
-    A warning is shown at its first step, and again REPEAT_STEPS training steps later if it is still
-    there or back, with the number of steps that had it.
+    A warning is shown at its first step. When it occurs at least REPEAT_STEPS training steps later,
+    it is shown again, with the number of steps that had it.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class WarningFilter:
         self._counts: Counter[str] = Counter()  # steps with the warning since it was shown
 
     def due(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return the warnings of `row` that are to be shown, by kind. Call it once for each row."""
+        """Return the warnings of `row` to show now, by kind. Call this once for each row."""
         self._num_steps += len(training_steps([row]))
         shown = {}
         for kind, text in row.get(WARNINGS, {}).items():

@@ -1,8 +1,8 @@
 """TimeAccount: divides the trainer's seconds into categories that add up to the wall time.
 
-Used by users' training loops and `trainer_hooks.train.main`; `trainer_hooks.train.dashboard` shows
-the current category, and `trainer_hooks.metrics.measure` takes StepTimes. EngineUse divides the
-engines' time into computing and idle.
+Used by users' training loops, `trainer_hooks.train.main` and `trainer_hooks.train.dashboard`.
+`trainer_hooks.metrics.measure` uses StepTimes. EngineUse divides the engines' time into computing
+and idle.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CATEGORIES = (
 class StepTimes:
     """Times of one step, by category.
 
-    `seconds` sum to `wall_s`, the wall time. `shares` are their fractions of it and sum to 1; in a
-    step of no length, the share of `other` is 1.
+    `wall_s`: wall time, the sum of `seconds`.
+    `shares`: `seconds` divided by `wall_s`. In a step of no length, the share of `other` is 1.
     """
 
     wall_s: float
@@ -46,8 +46,8 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """Return the wall time as `timing_s/step`, and `timing_s/<category>` and
-        `timing_share/<category>` of every category.
+        """Return the metrics `timing_s/step`, `timing_s/<category>` and
+        `timing_share/<category>`.
         """
         return {
             "timing_s/step": self.wall_s,
@@ -57,15 +57,14 @@ class StepTimes:
 
 
 class TimeAccount:
-    """Charges every moment to one category: that of the innermost open block, or `other`.
+    """Charges every moment to the category of the innermost open block, or to `other`.
 
-    An account follows one thread or asyncio task, the trainer's. Two of them with open blocks would
-    count the same second twice, so calls of the second are refused by RolloutError. Another one may
-    follow when no block is open.
+    An account follows one thread or asyncio task, the trainer's. While it has a block open, calls
+    from another thread or task raise RolloutError, since the same second would count twice.
+    `clock`: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`clock`: returns seconds."""
         self._seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._clock = clock
         self._lock = threading.Lock()
@@ -76,7 +75,7 @@ class TimeAccount:
     def spend(self, category: str) -> Iterator[None]:
         """Charge the time of the block, without the blocks inside it, to `category`.
 
-        Raises ConfigError for a category that is not one of CATEGORIES, and RolloutError while
+        Raises ConfigError for a category that is not one of CATEGORIES. Raises RolloutError while
         another thread or task has a block open.
         """
         self._check_category(category)
@@ -94,7 +93,7 @@ class TimeAccount:
 
     @property
     def current(self) -> str:
-        """The category that is charged now. Other threads may read it."""
+        """The category that is charged now. Any thread may read it."""
         with self._lock:
             return self._open_blocks[-1].category if self._open_blocks else OTHER
 
@@ -115,13 +114,13 @@ class TimeAccount:
             return moved
 
     def reassign_phase(self, timings: PhaseTimings) -> None:
-        """Move the push, resume and suspend of a phase from `generate` to their categories."""
+        """Move the push, resume and suspend seconds from `generate` to their categories."""
         self.reassign("generate", "update", timings.update_s)
         self.reassign("generate", "resume", timings.resume_s)
         self.reassign("generate", "suspend", timings.suspend_s)
 
     def take(self) -> StepTimes:
-        """Return the times of the step that ends now, and begin the next. Blocks stay open."""
+        """Return the times of the step that ends now, and begin the next. Open blocks stay open."""
         with self._lock:
             self._check_timeline(_current_timeline())
             self._charge()
@@ -158,12 +157,14 @@ class TimeAccount:
 
 
 class EngineUse:
-    """Measures the share of time that `num_engines` engines beside the trainer spend computing."""
+    """Measures the fraction of time that `num_engines` engines beside the trainer spend computing.
+
+    `clock`: returns seconds. Raises ConfigError for `num_engines` below 1.
+    """
 
     def __init__(
         self, num_engines: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`clock`: returns seconds. Raises ConfigError for `num_engines` below 1."""
         if num_engines < 1:
             raise ConfigError(f"num_engines={num_engines} must be 1 or more")
         self._num_engines = num_engines
@@ -171,10 +172,10 @@ class EngineUse:
         self._last: tuple[float, EngineStats] | None = None
 
     def take(self, stats: EngineStats) -> dict[str, float]:
-        """Return the metrics of the time since the last call; {} at the first call.
+        """Return the metrics of the time since the last call, or {} at the first call.
 
-        They are `engine/busy_share`, `engine/idle_share` and `engine/tokens_per_s`.
-        `stats`: of one engine, or the sum over all `num_engines`.
+        The metrics are `engine/busy_share`, `engine/idle_share` and `engine/tokens_per_s`.
+        `stats`: statistics of one engine, or their sum over all `num_engines`.
         """
         now_s, last = self._clock(), self._last
         self._last = (now_s, stats)
@@ -218,5 +219,4 @@ def _current_timeline() -> _Timeline:
 
 
 def _growth(before: float, after: float) -> float:
-    """Return the growth of a counter. A restarted engine counts from 0, so all is growth then."""
-    return after - before if after >= before else after
+    return after - before if after >= before else after  # a restarted engine counts from 0

@@ -1,7 +1,7 @@
 """Weights & Biases as a sink of metrics, if the package is installed.
 
-Used by MetricsLogger, `trainer_hooks.train.run_files` and users' training loops. wandb writes files
-under the run's directory and, online, to its server.
+Used by `trainer_hooks.metrics.logger`, `trainer_hooks.train.run_files` and users' training loops.
+wandb writes files under the run's directory and, online, to its server.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def start_wandb_run(
 ) -> Any:
     """Start a wandb run with declared step axes, for MetricsLogger, and return it.
 
-    `name`: name of the run, which is cut to wandb's limit. `group`: name shared by the runs of a
-    sweep. `directory`: where wandb writes its files. `config`: settings of the run, to be shown.
-    `mode`: "offline" needs no account and no network; `wandb sync` uploads the run later.
+    `name`: name of the run, which is cut to wandb's limit.
+    `group`: name shared by the runs of a sweep.
+    `directory`: where wandb writes its files.
+    `config`: settings of the run, which W&B shows.
+    `mode`: "offline" needs no account and no network. `wandb sync` uploads the run later.
     `resume`: True continues the run that a killed process left in `directory`.
     Raises ConfigError if wandb is not installed.
     """
@@ -78,7 +80,7 @@ def as_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
 
 
 def where_to_look(run: Any) -> str:
-    """Return a text with the run's address, or for an offline run with the upload command."""
+    """Return a text with the run's address, or with the upload command of an offline run."""
     if run.offline:  # reading the address of an offline run warns
         return f"W&B, offline: wandb sync {Path(run.dir).parent}"
     return f"W&B: {run.url}"
@@ -87,7 +89,7 @@ def where_to_look(run: Any) -> str:
 def with_histograms(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `row` with each histogram also as a `wandb.Histogram`, named `<name>/hist`.
 
-    The columns of the histogram stay. Without wandb, nothing is added.
+    The columns of the histogram stay. Nothing is added if wandb is not installed.
     """
     histograms = read_histograms(row)
     if not histograms:

@@ -1,6 +1,7 @@
 """AsyncRolloutProducer: makes batches while the trainer trains, within a staleness bound.
 
-Used by users' training loops, `trainer_hooks.train` and `trainer_hooks.doctor.command`.
+Used by users' training loops, `trainer_hooks.train.main`, `trainer_hooks.train.samples`,
+`trainer_hooks.train.dashboard`, `trainer_hooks.train.no_signal` and `trainer_hooks.doctor.command`.
 """
 
 from trainer_hooks.producer.batches import ProducerError, TrainingBatch

@@ -1,6 +1,6 @@
-"""Admission order: batches are returned in the order in which they were begun.
+"""AdmissionOrder: returns batches to the trainer in the order in which they were begun.
 
-Used by AsyncRolloutProducer with order="admission".
+Used by `trainer_hooks.producer.producer`, for order="admission".
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from trainer_hooks.prompts.ledger import STALE
 
 
 class AdmissionGate:
-    """Counts the admitted batches and decides whether one more may begin.
+    """Counts the admitted batches and decides whether another may begin.
 
-    Versions are counted from the producer's start. One batch makes one version: batch k is trained
-    at version k. At version v, at most v + S + 1 batches have ever been admitted. So batch k is
-    admitted at a version >= k - S, and no token of it is more than S versions old when it is
-    trained. A batch's place becomes free with the version made from it, not when the batch is
-    returned. Otherwise a batch admitted while its predecessor trains would be one version too old
-    when it is trained.
+    S is `max_staleness_versions`. Versions are counted from the producer's start. One batch makes
+    one version, so batch k is trained at version k. At version v, at most v + S + 1 batches have
+    ever been admitted. Batch k is therefore admitted at version k - S or later, and no token of it
+    is more than S versions old when it is trained.
     """
 
     def __init__(self, max_staleness_versions: int) -> None:
@@ -34,32 +32,33 @@ class AdmissionGate:
     def may_admit(self, version: int) -> bool:
         """Return whether the next batch may begin at `version`.
 
-        A trainer that makes several versions from one batch would admit more batches than it uses.
-        So at most S + 1 batches wait for it.
+        At most S + 1 batches wait for the trainer, even if it makes several versions from one.
         """
         num_waiting = self.num_admitted - self.num_delivered
+        # A batch occupies its place until the version made from it, not only until its delivery:
+        # a batch admitted while its predecessor trains would be trained one version too late.
         num_allowed = version + self.max_staleness_versions + 1
         return self.num_admitted < num_allowed and num_waiting <= self.max_staleness_versions
 
     def is_beyond(self, version: int) -> bool:
-        """Return whether the newest admitted batch exceeds the limits at `version`."""
+        """Return whether more batches are admitted or waiting than the bound allows."""
         num_allowed = version + self.max_staleness_versions + 1
         num_waiting = self.num_admitted - self.num_delivered
         return self.num_admitted > num_allowed or num_waiting > self.max_staleness_versions + 1
 
     def admit(self, version: int) -> int:
-        """Admit the next batch. Returns its number, from 0."""
+        """Admit the next batch and return its number, from 0."""
         assert self.may_admit(version), "call may_admit first"
         self.num_admitted += 1
         return self.num_admitted - 1
 
     def withdraw(self) -> None:
-        """Revoke the admission of the newest waiting batch. The next one gets its number."""
+        """Revoke the admission of the newest waiting batch. The next batch gets the same number."""
         assert self.num_delivered < self.num_admitted, "no admitted batch is waiting"
         self.num_admitted -= 1
 
     def deliver(self) -> None:
-        """Count the oldest waiting batch as returned to the trainer."""
+        """Count the oldest waiting batch as delivered to the trainer."""
         assert self.num_delivered < self.num_admitted, "no admitted batch is waiting"
         self.num_delivered += 1
 
@@ -67,32 +66,27 @@ class AdmissionGate:
 class OpenBatch(GroupPool):
     """A batch in progress, which replaces failed and filtered groups until it has enough groups.
 
-    Groups that are in progress after that are aborted.
+    `version`: weights version that the llm reported when the batch was opened.
     """
 
     def __init__(self, parts: GroupParts, versions: VersionWatch) -> None:
-        """Open a batch at the reported version, which becomes `version`."""
         super().__init__(parts)
         self._versions, self.version = versions, versions.reported
 
     @property
     def groups(self) -> list[ScoredGroup]:
-        """Finished groups, in the order in which their prompts were first issued.
-
-        A batch that alone took prompts from the ledger, without over-sampling, has the first
-        prompts that passed the filters, whatever the timing was.
-        """
+        """Finished groups, in the order in which their prompts were first issued."""
         return sorted(self.finished, key=lambda group: group.ticket)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the batch has all its groups, or all that the last prompts give, and no error."""
+        """Whether the batch is full, or no prompt is left for it. False after an error."""
         is_full = len(self.finished) >= self._rules.num_groups
         no_more = not self.running and self._ledger.is_exhausted
         return self.error is None and (is_full or no_more)
 
     def fill(self) -> None:
-        """Begin the missing groups while there are prompts. Abort groups in excess."""
+        """Begin missing groups while there are prompts. A full batch aborts its running groups."""
         if len(self.finished) >= self._rules.num_groups:
             self._cancel(list(self.running), "aborted")
             return
@@ -102,15 +96,17 @@ class OpenBatch(GroupPool):
                 return
 
     def cancel_older_than(self, version: int) -> None:
-        """Give back running groups begun, and finished groups sampled, before `version`; refill."""
+        """Replace running groups begun before `version`, and finished groups with an older
+        token.
+        """
         self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
         self.fill()
 
     def drop_older_than(self, version: int) -> int:
-        """Give back groups with a token sampled before `version`, and refill. Returns their number.
+        """Replace finished groups with a token sampled before `version`. Returns their number.
 
-        Sets `error` if a refill exceeds `max_refills`.
+        Sets `error` if the batch has more than `max_refills` replacements.
         """
         stale = [g for g, seen in self.finished.items() if seen and seen[0] < version]
         self._drop(stale, STALE)
@@ -123,7 +119,7 @@ class OpenBatch(GroupPool):
 
 
 class AdmissionOrder(BatchOrder):
-    """Keeps up to S + 1 open batches. The oldest is the next to be returned."""
+    """Keeps up to S + 1 open batches, and returns the oldest first."""
 
     def __init__(
         self, parts: GroupParts, versions: VersionWatch, max_staleness_versions: int
@@ -144,13 +140,7 @@ class AdmissionOrder(BatchOrder):
             batch.fill()
 
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound, and make the open batches conform to a lower one.
-
-        Batches that would not be admitted under it are aborted, the newest first. In the others,
-        groups that are too old are replaced: batch k, which is trained at version k, may have no
-        token older than k - S. These batches have k <= version + S, so groups that begin now are
-        young enough.
-        """
+        """Change the bound. A lower bound aborts the newest batches and replaces too old groups."""
         is_lower = max_staleness_versions < self._gate.max_staleness_versions
         self._gate.max_staleness_versions = max_staleness_versions
         if not is_lower:
@@ -161,6 +151,8 @@ class AdmissionOrder(BatchOrder):
             batch.abort(STALE)
             self._withdrawn += batch.counts
             self._gate.withdraw()
+        # Batch k is trained at version k and may have no token older than k - S. All open batches
+        # have k <= version + S, so groups that begin now are young enough.
         start = self._versions.reported - since_start
         for number, batch in enumerate(self._open, self._gate.num_delivered):
             batch.cancel_older_than(start + number - max_staleness_versions)
@@ -180,11 +172,9 @@ class AdmissionOrder(BatchOrder):
         return ()
 
     def _is_young(self, batch: OpenBatch) -> bool:
-        """Return whether all tokens of `batch` are within the bound. Gives back its other groups.
-
-        While one batch makes one version, the gate ensures this. A token newer than the reported
-        version shows that the next version is already in force.
-        """
+        """Replace groups of `batch` that exceed the bound. Returns True if there were none."""
+        # The gate ensures this as long as one batch makes one version. A token newer than the
+        # reported version shows that the next version is already in use.
         for seen in batch.finished.values():
             if seen is not None:
                 self._versions.observe(seen[1])

@@ -1,7 +1,7 @@
 """TrainingBatch: the batch that a producer returns to the trainer, and its metrics.
 
-Used by AsyncRolloutProducer and by `trainer_hooks.producer.group_pool`, for its errors and counts.
-Training loops read the batch. Pure functions.
+Used by `trainer_hooks.producer.producer` and `trainer_hooks.producer.group_pool`, and read by
+training loops. Nothing here has side effects.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from trainer_hooks.rollouts import Rollout
 
 
 class ProducerError(RolloutError):
-    """No batch can be made: the bound forbids it, too many groups were replaced, a task was
+    """Raised by AsyncRolloutProducer if it can make no batch.
+
+    Causes: the staleness bound allows no more groups, too many groups were replaced, a task was
     cancelled from outside, or the producer is not running.
     """
 
 
-# Fates of prompts while a batch was made, each a part of a metric's name.
+# Fates of groups while a batch was made. Each is part of a metric's name.
 _FATES = (
     "aborted",
     "failed",
-    "reward_failed",  # failed in scoring; also counted as failed
+    "reward_failed",  # failed in scoring, and also counted as failed
     "filtered",
     "stale",
     "error",
@@ -44,12 +46,12 @@ FILTERED_PREFIX = "filtered/"
 class TrainingBatch:
     """One batch of scored groups, as objects and as tensors.
 
-    `index`: number of batches that the producer returned before.
-    `rollouts`: tensors of all rollouts, in the order of `groups`, with `group_size` rollouts each.
-    `version`: weights version at which the batch is to be trained.
-    `admitted_at_version`: version at which the batch was begun; in ready order, the oldest version
-    that sampled a token of it.
-    `metrics`: flat, for MetricsLogger: `rollout_metrics`, and how the batch was made.
+    `index`: number of batches that the producer returned before this one.
+    `rollouts`: tensors of all rollouts, in the order of `groups`, `group_size` rollouts per group.
+    `version`: weights version at which the trainer trains on the batch.
+    `admitted_at_version`: version at which the batch was begun. In ready order, it is the oldest
+    version that sampled a token of the batch.
+    `metrics`: `rollout_metrics` and counts and times of the batch's groups, for MetricsLogger.
     """
 
     index: int
@@ -71,13 +73,12 @@ class TrainingBatch:
 
 
 def mean_lag(rollouts: RolloutBatch) -> float:
-    """Return the trained tokens' mean of policy lag + KV lag, in versions; 0 without tokens."""
+    """Return the mean policy lag + KV lag of trained tokens, in versions, or 0 without tokens."""
     lag_BT = rollouts.policy_lag_BT + rollouts.kv_lag_BT
     return float(lag_BT[rollouts.mask_BT].mean()) if bool(rollouts.mask_BT.any()) else 0.0
 
 
 def _state_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return `environment/<name>`: the mean of each number in the rollouts' states."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.state.items():
@@ -94,10 +95,11 @@ def batch_metrics(
     waited_s: float,
     num_waiting_batches: int,
 ) -> dict[str, float]:
-    """Return the metrics of a batch: its rollouts, the terms of their rewards, times, and fates.
+    """Return the metrics of a batch: rollouts, reward terms, times in seconds, group counts.
 
-    Times are in seconds. `counts` and the fates are numbers of groups. `waited_s`: the time that
-    the trainer waited for the batch. `num_waiting_batches`: complete batches that remain.
+    `counts`: number of groups by fate.
+    `waited_s`: seconds that the trainer waited for the batch.
+    `num_waiting_batches`: number of complete batches that remain.
     """
     group_size = len(groups[0].rewards)
     sampled = [rollout for group in groups for rollout in group.rollouts]

@@ -1,7 +1,7 @@
 """Group filters: decide which finished groups are trained on.
 
-Used by AsyncRolloutProducer, whose GroupPool calls them and replaces filtered groups. Users write
-further ones.
+Used by `trainer_hooks.producer.producer` and `trainer_hooks.producer.group_pool`, which calls the
+filters and replaces filtered groups. Users pass RewardRangeFilter or functions of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GroupFilter = Callable[[ScoredGroup, PromptHistory], str | None]
 
 
 def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
-    """Return "zero_variance" for a group whose rewards are all equal and give no gradient.
+    """Return "zero_variance" for a group whose rewards are all equal, else None.
 
     Source: DAPO, "dynamic sampling" (Yu et al. 2025), arXiv 2503.14476, sec. 3.2.
     """
@@ -31,7 +31,7 @@ def zero_variance(group: ScoredGroup, history: PromptHistory) -> str | None:
 class RewardRangeFilter:
     """Filters groups whose mean reward is below `low` (too_hard) or above `high` (too_easy).
 
-    None means no limit. Raises ConfigError unless `low` is below `high`.
+    A limit of None is not checked. Raises ConfigError unless `low` is below `high`.
     """
 
     low: AnyNumber | None = None
@@ -43,7 +43,7 @@ class RewardRangeFilter:
             raise ConfigError(f"RewardRangeFilter: low={self.low} must be below high={self.high}")
 
     def __call__(self, group: ScoredGroup, history: PromptHistory) -> str | None:
-        """Return the reason, or None for a mean reward within the limits."""
+        """Return "too_hard", "too_easy", or None for a mean reward within the limits."""
         if self.low is not None and group.mean_reward < self.low:
             return "too_hard"
         if self.high is not None and group.mean_reward > self.high:

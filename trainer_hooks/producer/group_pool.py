@@ -1,8 +1,9 @@
 """GroupPool: runs one task per prompt and keeps the finished groups.
 
-Base class of OpenBatch and ReadyOrder, in which the two batch orders keep their groups; made from
-the GroupParts of AsyncRolloutProducer. It issues prompts from the ledger, and consumes or gives
-back each of them.
+Base class of OpenBatch (`trainer_hooks.producer.admission`) and ReadyOrder
+(`trainer_hooks.producer.ready`). `trainer_hooks.producer.producer` makes its GroupParts, and
+`trainer_hooks.producer.order` returns pools. A pool takes prompts from the ledger, and consumes
+each or gives it back.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class BatchRules:
     """The composition of a batch.
 
     `num_groups`: number of groups of a batch.
-    `num_extra_groups`: number of groups begun beyond that.
-    `filters`: group filters; the first that returns a reason decides.
+    `num_extra_groups`: number of groups begun beyond `num_groups`.
+    `filters`: group filters. The first one that returns a reason decides.
     `max_refills`: number of groups that may be replaced per batch before an error.
     """
 
@@ -60,8 +61,7 @@ class GroupParts:
 class BegunGroup:
     """A group in progress. Written by the pool that begins it.
 
-    `version`: version that all engines had when it began. `num_finished_samples`: samples that have
-    ended and are not scored yet.
+    `version`: weights version that all engines had when the group began.
     """
 
     ticket: PromptTicket
@@ -74,10 +74,10 @@ class GroupPool(ABC):
 
     Each issued ticket is in a finished group, in a running task, consumed, or given back.
     `running`: tasks in progress.
-    `finished`: groups to train on, with the oldest and the newest version of their tokens; None
-    without tokens.
-    `counts`: number of groups by fate; reward_failed groups also count as failed.
-    `error`: error that stopped the pool; `take_error` clears it.
+    `finished`: groups to train on. Each maps to its tokens' (oldest, newest) version, or to None if
+    it has no tokens.
+    `counts`: number of groups by fate. Groups with the fate reward_failed also count as failed.
+    `error`: error that stopped the pool. `take_error` clears it.
     """
 
     def __init__(self, parts: GroupParts) -> None:
@@ -98,26 +98,24 @@ class GroupPool(ABC):
 
     @property
     def num_finished_samples(self) -> int:
-        """Number of samples that the next batch has so far, of finished groups and of groups in
-        progress. Groups beyond the batch do not count.
-        """
+        """Number of ended samples in finished or running groups that can form the next batch."""
         finished = [len(group.rewards) for group in self.finished]
         running = [begun.num_finished_samples for begun in self.running.values()]
         return sum([*finished, *sorted(running, reverse=True)][: self._rules.num_groups])
 
     @property
     def next_finished(self) -> Sequence[ScoredGroup]:
-        """Finished groups that the next batch has so far."""
+        """Finished groups of the next batch so far."""
         return list(self.finished)
 
     @property
     def mean_reward(self) -> float:
-        """Mean reward of the samples in `next_finished`; NaN if none is valid."""
+        """Mean reward of the samples in `next_finished`, or NaN without a valid reward."""
         rewards = [reward for group in self.next_finished for reward in group.valid_rewards]
         return sum(rewards) / len(rewards) if rewards else math.nan
 
     def take_error(self) -> BaseException | None:
-        """Return and clear the error that stopped the pool. The next `fill` continues."""
+        """Return and clear the error that stopped the pool, or None. The next `fill` continues."""
         error, self.error = self.error, None
         if error is not None:
             self._num_refills = 0
@@ -131,7 +129,6 @@ class GroupPool(ABC):
     # ---- tasks
 
     def _begin_group(self, version: int) -> bool:
-        """Begin a group of the ledger's next prompt. Returns False if there is no prompt."""
         ticket = self._ledger.issue()
         if ticket is None:
             return False
@@ -161,7 +158,6 @@ class GroupPool(ABC):
         return replace(group, filter_reason=next(filter(None, reasons), None))
 
     def _record_end(self, task: Task) -> None:
-        """Record the result of an ended task, and refill."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         begun = self.running.pop(task, None)
         if begun is None:  # this pool cancelled the task
@@ -180,7 +176,6 @@ class GroupPool(ABC):
         self._on_change()
 
     def _judge(self, ticket: PromptTicket, group: ScoredGroup | None) -> None:
-        """Keep a group to train on. Consume the ticket of a failed (None) or filtered group."""
         if group is None:
             self._ledger.consume(ticket, "failed")
             self._count_consumed("failed")

@@ -1,8 +1,9 @@
 """GroupMaker: samples a group of rollouts of one prompt and scores them.
 
-Used by AsyncRolloutProducer and its pools. `trainer_hooks.evaluation` uses `sample_rollouts`, and
-environments generate their turns by a RolloutLLM. GroupMaker calls the LLM and the reward runner,
-and keeps no group.
+Used by the modules of `trainer_hooks.producer`. `trainer_hooks.evaluation` uses `sample_rollouts`,
+and `trainer_hooks.environments` uses RolloutLLM. `trainer_hooks.train.task` and
+`trainer_hooks.train.no_signal` use its types. GroupMaker calls the LLM and the reward runner, and
+keeps no group.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 class GeneratesAsync(Protocol):
     """The part of AsyncLLM that a producer uses. Cancelling `generate` aborts its requests.
 
-    If `generate` also has AsyncLLM's parameter `on_finished`, a producer counts each sample when it
-    ends; else it counts all samples of a prompt at their end.
+    If `generate` has AsyncLLM's parameter `on_finished`, a producer counts each sample when it
+    ends. Otherwise a producer counts all samples of a prompt when the last one ends.
     """
 
     @property
@@ -48,11 +49,11 @@ class GeneratesAsync(Protocol):
 
 
 class RolloutLLM:
-    """Generates the turns of one sample, with given sampling parameters and a seed for each turn.
+    """Generates the turns of one sample, each with its own seed. Passed to a `rollout_fn`.
 
-    Passed to a `rollout_fn`.
-    `tokenizer`: encodes text that a tool adds; None without a tokenizer. Never decode generated
-    tokens and encode them again.
+    `sample_index`: index of the sample in its group.
+    `tokenizer`: encodes text that a tool adds, or None. Never decode generated tokens to encode
+    them again.
     """
 
     def __init__(
@@ -63,7 +64,6 @@ class RolloutLLM:
         sample_index: int,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """Generate for sample `sample_index` of the group with seed `sampling_params.seed`."""
         self._llm = llm
         self.sampling_params = sampling_params
         self.item, self.sample_index, self.tokenizer = item, sample_index, tokenizer
@@ -77,8 +77,7 @@ class RolloutLLM:
     async def generate(self, token_ids: Sequence[int], **changes: Any) -> DynamicInferenceRequest:
         """Return the finished request of one turn, generated after `token_ids`.
 
-        `changes`: fields of SamplingParams with other values for this turn. Raises ConfigError for
-        empty `token_ids`.
+        `changes`: fields of SamplingParams for this turn. Raises ConfigError for empty `token_ids`.
         """
         if not len(token_ids):
             raise ConfigError("a turn needs a context of at least one token")
@@ -90,19 +89,18 @@ class RolloutLLM:
 
 
 def tokenizer_for(llm: GeneratesAsync, tokenizer: Any | None) -> Tokenizer | None:
-    """Return `tokenizer`, or if it is None the tokenizer of `llm`, as a Tokenizer; None without
-    either. Raises as `as_tokenizer` does."""
+    """Return `tokenizer`, or the llm's if it is None, as a Tokenizer. None without either."""
     source = getattr(llm, "tokenizer", None) if tokenizer is None else tokenizer
     return None if source is None else as_tokenizer(source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoredGroup:
-    """The samples of one prompt and their rewards, in sample order; NaN for a failed rollout.
+    """The samples of one prompt and their rewards, in sample order. Failed rollouts have NaN.
 
     `generate_s`, `reward_s`: seconds of generation and of scoring, in the attempt that succeeded.
-    `num_reissues`: how often the prompt was given back before because its group grew too old.
-    `filter_reason`: a group filter's reason for leaving the group out; None to train on it.
+    `num_reissues`: number of earlier issues of the prompt whose group grew too old.
+    `filter_reason`: a group filter's reason for leaving the group out. None to train on the group.
     """
 
     ticket: PromptTicket
@@ -125,7 +123,7 @@ class ScoredGroup:
 
     @property
     def mean_reward(self) -> float:
-        """Mean over the rollouts that did not fail; NaN if all did."""
+        """Mean reward of the rollouts that did not fail, or NaN if all failed."""
         valid = self.valid_rewards
         return sum(valid) / len(valid) if valid else math.nan
 
@@ -140,7 +138,7 @@ class ScoredGroup:
         ledger.consume(self.ticket, reason, self.mean_reward, None if seen is None else seen[1])
 
     def version_range(self) -> tuple[int, int] | None:
-        """Return the oldest and the newest version that sampled a token; None without tokens."""
+        """Return the oldest and the newest version that sampled a token, or None without tokens."""
         ranges = [
             (int(versions.min()), int(versions.max()))
             for rollout in self.rollouts
@@ -156,15 +154,15 @@ RolloutFunction = Callable[[RolloutLLM, Any], Awaitable[Turns]]
 
 
 class GroupMaker:
-    """Generates `group_size` samples of a prompt, scores them, and tries again if too many failed.
+    """Generates the samples of a prompt, scores them, and tries again if too many failed.
 
-    The reward runner repeats a failed score with the same samples. If all its attempts fail, the
+    The reward runner repeats a failed score with the same samples. If the runner gives up, the
     prompt fails without another generation.
-    Tokens do not depend on when a group is made: its seed is mix_seed(seed, epoch, place in the
-    epoch, attempt), and `generate` mixes in the sample's index. A prompt whose group grew too old
-    gets later attempt numbers: with equal seeds its new group would be equally slow.
-    `last_request_error`: the latest error of a failed request; None without one.
-    `last_failure`: why the latest prompt failed in all its attempts; None if none did.
+    A group's seed is mix_seed(seed, epoch, position in the epoch, attempt), so its tokens do not
+    depend on when it is made. A prompt whose group grew too old gets later attempt numbers, because
+    equal seeds make the new group equally slow.
+    `last_request_error`: latest error of a failed request, or None.
+    `last_failure`: why the latest prompt failed in all its attempts, or None.
     """
 
     def __init__(
@@ -190,7 +188,7 @@ class GroupMaker:
 
     @property
     def last_reward_error(self) -> BaseException | None:
-        """The last error of the reward function; None if there is none."""
+        """The last error of the reward function, or None."""
         return None if self._reward is None else self._reward.last_error
 
     async def make(
@@ -203,9 +201,10 @@ class GroupMaker:
     ) -> ScoredGroup | None:
         """Return the group, or None if no attempt had enough valid samples or scoring failed.
 
-        Calls `count("retried")` for each attempt after the first, and `count("reward_failed")` if
-        scoring failed. Calls `report_finished` with the number of samples that the attempt in
-        progress has finished. Raises the errors of generation, and RewardFunctionError.
+        `count`: called with "retried" for each attempt after the first, and with "reward_failed" if
+        scoring failed.
+        `report_finished`: called with the number of samples that the current attempt has finished.
+        Raises the errors of generation, and RewardFunctionError.
         """
         for attempt in range(self._max_attempts):
             if attempt:
@@ -221,12 +220,11 @@ class GroupMaker:
         return None
 
     def _record_failure(self, ticket: PromptTicket, group: ScoredGroup) -> None:
-        """Record why a prompt failed; `group` is its last attempt. Logs failures 1, 10, 100, ..."""
         pairs = zip(group.rollouts, group.rewards, strict=True)
         failed = next(rollout for rollout, reward in pairs if math.isnan(reward))
         self.last_failure = failed.error or "the reward was None or NaN"
         self._num_failed += 1
-        if is_power_of_ten(self._num_failed):
+        if is_power_of_ten(self._num_failed):  # failures 1, 10, 100, ...
             logger.warning(
                 "prompt %d is left out (%d so far): %d of its %d samples have a reward after "
                 "max_attempts=%d, fewer than min_valid_samples=%d; the first without one: %s",
@@ -281,11 +279,11 @@ async def sample_rollouts(
     tokenizer: Tokenizer | None,
     on_finished: Callable[[], None] = lambda: None,
 ) -> list[Rollout]:
-    """Return `num_samples` rollouts of a prompt: by `rollout_fn`, or of one turn each if None.
+    """Return `num_samples` rollouts of a prompt, made by `rollout_fn`, or of one turn without it.
 
-    Calls `on_finished` when a rollout has ended; if the llm does not report its samples, for each
-    of them at the end of the last one. If one call of `rollout_fn` raises, or the caller is
-    cancelled, all other calls are cancelled.
+    Calls `on_finished` once per rollout when it ends. If `generate` of the llm has no parameter
+    `on_finished`, all these calls come after the last sample. If one call of `rollout_fn` raises or
+    this call is cancelled, all calls of `rollout_fn` are cancelled.
     """
     prompt: Any = item.prompt
     takes_text = getattr(llm, "tokenizer", None) is not None

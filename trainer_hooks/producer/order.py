@@ -16,7 +16,7 @@ from trainer_hooks.producer.groups import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """How a batch was made. `counts`: numbers of groups by fate, since the batch before it."""
+    """How a batch was made. `counts`: number of groups by fate, since the previous batch."""
 
     admitted_at_version: int
     counts: Counter[str]
@@ -31,44 +31,39 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def set_bound(self, max_staleness_versions: int) -> None:
-        """Change the bound, also for groups in progress.
-
-        A lower bound gives groups back to the ledger, as "stale", that are too old under it.
-        """
+        """Change the bound. Groups that are too old under it go back to the ledger as "stale"."""
 
     @abstractmethod
     def take_error(self) -> BaseException | None:
-        """Return and clear an error that stopped groups, or None. The next `begin` continues."""
+        """Return and clear the error that stopped groups, or None. The next `begin` continues."""
 
     @abstractmethod
     def next_groups(self) -> Sequence[ScoredGroup]:
-        """Return the groups of the next batch, in order; empty while it is not complete.
+        """Return the groups of the next batch in order, or () while the batch is incomplete.
 
-        All their tokens are within the bound. Groups with older tokens are given back.
+        All tokens of these groups are within the bound. Groups with older tokens go back to the
+        ledger.
         """
 
     @abstractmethod
     def deliver(self, groups: Sequence[ScoredGroup]) -> BatchRecord:
-        """Remove `groups`, the result of `next_groups`, since the trainer gets them.
-
-        Returns how their batch was made.
-        """
+        """Remove `groups`, which `next_groups` returned, and return how their batch was made."""
 
     @property
     @abstractmethod
     def is_idle(self) -> bool:
-        """Whether nothing is in progress: no batch comes without newer weights or other prompts."""
+        """Whether no group is in progress, so that a batch needs newer weights or more prompts."""
 
     @property
     @abstractmethod
     def next_pool(self) -> GroupPool | None:
-        """The pool of the groups of the next batch; None if no batch is open."""
+        """The pool with the groups of the next batch, or None if no batch is open."""
 
     @property
     @abstractmethod
     def num_waiting_batches(self) -> int:
-        """Number of complete batches that the trainer did not get yet."""
+        """Number of complete batches that the trainer has not received yet."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Cancel all groups in progress and give all prompts back."""
+        """Cancel all groups in progress and give all prompts back to the ledger."""

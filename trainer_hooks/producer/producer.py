@@ -1,6 +1,8 @@
 """AsyncRolloutProducer: makes batches of rollouts while the trainer trains.
 
-Used by users' asynchronous training loops and by `trainer_hooks.train.main`, the training job.
+Used by users' asynchronous training loops, `trainer_hooks.train.main` and
+`benchmarks.producer_order`. The producer submits requests to the engines, calls the reward function
+and runs tasks in the caller's event loop.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def check_options(
     version_timeout_s: float,
     sampling_params: SamplingParams,
 ) -> None:
-    """Raise ConfigError for options that would fail only later."""
+    """Raise ConfigError for options of AsyncRolloutProducer that would fail only later."""
     check_value("group_size", group_size, PositiveInt, ConfigError)
     check_value("batch_groups", batch_groups, PositiveInt, ConfigError)
     check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
@@ -91,7 +93,7 @@ def ledger_of(
 def order_of(
     order: Order, parts: GroupParts, versions: VersionWatch, bound: int, max_reissues: int
 ) -> BatchOrder:
-    """Return the batch order named `order`. Raises ConfigError for bad arguments."""
+    """Return the batch order named `order`. Raises ConfigError for an unknown order."""
     if order == "admission":
         return AdmissionOrder(parts, versions, bound)
     if order == "ready":
@@ -106,7 +108,7 @@ def rules_of(
     filters: Sequence[GroupFilter],
     max_refills: int | None,
 ) -> BatchRules:
-    """Return the rules of a batch, with defaults for None. Raises ConfigError for bad arguments."""
+    """Return the rules of a batch, with defaults for None. Raises ConfigError for bad numbers."""
     check_value("oversample_groups", oversample_groups, NonNegativeInt | None, ConfigError)
     check_value("max_refills", max_refills, NonNegativeInt | None, ConfigError)
     if oversample_groups is None:
@@ -130,36 +132,39 @@ class AsyncRolloutProducer:
                 ...  # a training step on batch.rollouts
                 await weight_sync.apush(policy)
 
-    A batch is `batch_groups` prompts with `group_size` samples each (fewer prompts at the end of
-    the last epoch). One batch makes one version of the weights. With `max_staleness_versions` S,
-    each token of a batch was sampled at most S versions before the version that trains on it, and
-    at most S + 1 batches are in progress or wait. A rollout in progress during an update continues
-    under the new weights. S = "ess", or an EssBound, follows the effective sample size that the
-    trainer reports (`observe_effective_sample_size`).
+    A batch has `batch_groups` prompts with `group_size` samples each. The last batch of the last
+    epoch may have fewer prompts. One batch makes one version of the weights. With
+    `max_staleness_versions` = S, each token was sampled at most S versions before the version that
+    trains on it, and at most S + 1 batches are in progress or waiting. A rollout in progress during
+    an update continues under the new weights. S = "ess", or an EssBound, makes the bound follow the
+    effective sample size that the trainer reports by `observe_effective_sample_size`.
 
     `llm`: an AsyncLLM, or a ThreadedLLM around an LLM.
-    `prompts`: a source for PromptLedger, with `seed`, `shuffle` and `num_epochs`, or a ledger.
-    `order`: `admission` returns batches in the order in which they were begun, and waits for the
-    slowest rollout of each. `ready` makes a batch of whichever groups are finished. A group that
-    grows too old is sampled anew, with other seeds; after `max_reissues` times a batch waits for
-    it. This favours short rollouts: see docs/producer.md.
+    `prompts`: a ledger, or a source for PromptLedger. A source is used with `seed`, `shuffle` and
+    `num_epochs`.
+    `order`: "admission" returns batches in the order in which they were begun, and waits for the
+    slowest rollout of each. "ready" makes a batch of whichever groups are finished. A group that
+    grows too old is then sampled again, with other seeds. After `max_reissues` repetitions a batch
+    waits for the group. The order "ready" favours short rollouts (see docs/producer.md).
     `reward_fn`: None if the rollouts of `rollout_fn` have rewards of their own.
-    `rollout_fn`: async function (RolloutLLM, prompt) that returns the requests of one sample, one
-    per turn, or a Rollout; for example an EnvironmentRollouts. None samples one turn.
-    `sampling_params`: its `logprobs_mode`, `temperature` or `processed`, is the mode of the
-    batches (`collate_rollouts`).
-    `temperature`: divisor of the trainer's logits; None takes that of `sampling_params`.
-    `routing`: whether the batches have the experts of each token.
+    `rollout_fn`: async function (RolloutLLM, prompt) that returns a Rollout, or the requests of one
+    sample, one per turn. An EnvironmentRollouts is an example. None samples one turn.
+    `sampling_params`: its `logprobs_mode`, "temperature" or "processed", is the mode of the batches
+    (see `collate_rollouts`).
+    `temperature`: divisor of the trainer's logits. None means the temperature of `sampling_params`.
+    `routing`: True adds the experts of each token to the batches.
     `min_valid_samples`: a group with fewer rewards is made again, in at most `max_attempts`
     attempts.
-    `oversample_groups`: number of groups begun beyond each batch. In admission order the last ones
-    to finish are aborted, in ready order they join later batches. None takes a quarter of a batch
-    in ready order, which keeps the trainer busy, and 0 in admission order.
+    `oversample_groups`: number of groups begun beyond each batch. In admission order the last
+    groups to finish are aborted. In ready order they join later batches. None means a quarter of a
+    batch in ready order and 0 in admission order.
     `group_filters`: decide which groups to replace. `drop_zero_variance` adds a filter of groups
     whose rewards are all equal.
     `curriculum`: draws the next prompts by their histories.
-    `max_refills`: number of replacements per batch before an error; None takes 10 * batch_groups.
-    `version_timeout_s`: seconds that `anext()` waits for new weights if no batch can come without.
+    `max_refills`: number of replacements per batch before an error. None means 10 * batch_groups.
+    `version_timeout_s`: seconds that `anext()` waits for new weights if no batch can come without
+    them.
+    Raises ConfigError, which names the option, for options that cannot work.
     """
 
     def __init__(
@@ -191,7 +196,6 @@ class AsyncRolloutProducer:
         pad_id: int = 0,
         routing: bool = False,
     ) -> None:
-        """Raises ConfigError for options that cannot work, naming them."""
         check_options(
             llm, group_size, batch_groups, max_attempts, version_timeout_s, sampling_params
         )
@@ -237,9 +241,10 @@ class AsyncRolloutProducer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Abort all rollouts, wait for their end, and give their prompts back. May be called twice.
+        """Abort all rollouts and wait for their end. Their prompts go back to the ledger.
 
-        Closes the reward runner that was made for `reward_fn`. `state_dict` may still be called.
+        Closes the reward runner if the producer made it from `reward_fn`. May be called twice.
+        `state_dict` still works afterwards.
         """
         self._is_running = False
         self._order.abort("closed")
@@ -258,10 +263,11 @@ class AsyncRolloutProducer:
     # ---- state
 
     def state_dict(self, last_batch_trained: bool = True) -> dict[str, Any]:
-        """Return which prompts are finished and which come next, as JSON for a checkpoint.
+        """Return the position in the prompts and the staleness bound, as JSON for a checkpoint.
 
-        Unfinished rollouts are not included: their prompts are issued again after a load.
+        Unfinished rollouts are not included. A load issues their prompts again.
         `last_batch_trained`: whether the weights were trained on the batch that was returned last.
+        If not, a load issues the prompts of that batch again.
         """
         state = self.ledger.state_dict(() if last_batch_trained else self._last_tickets)
         return state | self._bound.state_dict()
@@ -276,16 +282,17 @@ class AsyncRolloutProducer:
 
     @property
     def max_staleness_versions(self) -> int:
-        """The bound in force."""
+        """The staleness bound in force."""
         return self._bound.versions
 
     def observe_effective_sample_size(self, ess: float) -> int:
-        """Report the ESS of the batch returned last, after training on it. Returns the bound.
+        """Report the ESS of the batch returned last. Returns the staleness bound.
 
-        The ESS of the importance weights of a batch's tokens is `eff_sample_size` of `policy_loss`.
-        With max_staleness_versions="ess" the bound follows it (EssBound): call this before the
-        push. A lower bound gives groups that would be too old back to the ledger, as "stale". With
-        a number the ESS only goes to the metrics. Raises ConfigError for an ESS outside (0, 1].
+        ESS is the effective sample size of the importance weights of a batch's tokens, which
+        `policy_loss` returns as the metric `eff_sample_size`. Call this after training on the batch
+        and before the push. With max_staleness_versions="ess" or an EssBound, the bound follows the
+        ESS. Groups that are too old for a lower bound go back to the ledger as "stale". With a
+        number as the bound, the ESS is only a metric. Raises ConfigError for an ESS outside (0, 1].
         """
         before, bound = self._bound.versions, self._bound.observe(ess)
         if bound != before:
@@ -304,22 +311,21 @@ class AsyncRolloutProducer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of samples of the next batch that have ended, and the number of a whole batch."""
+        """Number of ended samples of the next batch, and number of samples of a whole batch."""
         pool = self._order.next_pool
         num_wanted = self._batch_groups * self._group_size
         return 0 if pool is None else pool.num_finished_samples, num_wanted
 
     @property
     def reward_so_far(self) -> float:
-        """Mean reward of the samples of the next batch that are scored; NaN if none is."""
+        """Mean reward of the scored samples of the next batch, or NaN without any."""
         pool = self._order.next_pool
         return math.nan if pool is None else pool.mean_reward
 
     def refresh_version(self) -> int:
         """Read the weights version and begin the batches that it allows. Returns the version.
 
-        `anext()` does this as well. Call it after an update if the next batch is requested much
-        later.
+        `anext()` does this too. Call this after an update if `anext()` is called much later.
         """
         self._versions.refresh()
         if self._is_running:
@@ -334,10 +340,10 @@ class AsyncRolloutProducer:
     async def __anext__(self) -> TrainingBatch:
         """Return the next batch when it is complete. A cancelled call loses nothing.
 
-        Raises ProducerError if no batch can come before new weights and none come within
-        `version_timeout_s`, if a batch needed too many replacements, or if the producer is not
-        running. Raises the error of a rollout's task; the next call continues and the prompt is
-        issued again. Raises StopAsyncIteration after the last epoch.
+        Raises ProducerError if the producer is not running, if a batch needed too many
+        replacements, or if a batch needs new weights and none come within `version_timeout_s`.
+        Raises the error of a rollout's task, whose prompt is issued again. The next call continues.
+        Raises StopAsyncIteration after the last epoch.
         """
         loop = asyncio.get_running_loop()
         asked_s = loop.time()

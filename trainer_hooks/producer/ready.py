@@ -1,6 +1,6 @@
 """ReadyOrder: makes a batch of whichever groups are finished.
 
-Used by AsyncRolloutProducer with order="ready".
+Used by `trainer_hooks.producer.producer`, for order="ready".
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from trainer_hooks.prompts.ledger import STALE, PromptTicket
 class ReadyOrder(GroupPool, BatchOrder):
     """A pool of groups. The next batch takes the finished groups with the oldest tokens.
 
-    One batch makes one version. So the next batch is trained at `_next_version` or later, and a
-    group begun at version v has no token that is too old for the batches up to v + S. No group
-    begins if those batches are past or full of finished groups. A group whose batches are past is
-    aborted, or dropped if finished. Its prompt goes back to the ledger as "stale" and is issued
-    again, with other seeds.
-
-    Hence rollouts that take longer than S versions are sampled again until they are shorter. If
-    more groups are finished than a batch takes, prompts that were reissued come first.
-    The number of open groups is limited to S + 1 batches with their over-sampling, and to the
-    number that the batches in reach probably need, by the share of recent groups that were finished
-    in time and passed the filters (`_usable_share`).
-    After `max_reissues` reissues of a prompt, the last batch that its group can join waits for it.
+    One batch makes one version, and S is the staleness bound. A group begun at version v has no
+    token that is too old for the batches up to version v + S. A group that is too old for the next
+    batch is aborted, or dropped if finished. The group's prompt goes back to the ledger as "stale"
+    and is issued again with other seeds. Rollouts that take longer than S versions are therefore
+    sampled again until they are shorter.
+    After `max_reissues` reissues of a prompt, the last batch that its group can join waits for the
+    group.
+    At most as many groups are open as S + 1 batches need with over-sampling. Fewer are open if most
+    recent groups finished in time and passed the filters.
+    Raises ConfigError for a negative `max_reissues`.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class ReadyOrder(GroupPool, BatchOrder):
         max_staleness_versions: int,
         max_reissues: int,
     ) -> None:
-        """Raises ConfigError for a negative `max_reissues`."""
         super().__init__(parts)
         if max_reissues < 0:
             raise ConfigError(f"max_reissues={max_reissues} must be 0 or more")
@@ -78,22 +75,16 @@ class ReadyOrder(GroupPool, BatchOrder):
         self._cancel([task for task, b in self.running.items() if b.version < oldest], STALE)
 
     def _has_room(self, version: int) -> bool:
-        """Return whether a group begun at `version` is needed.
-
-        It is needed if a batch has a place left by the finished groups that are at least as old,
-        and fewer groups are open than `_num_wanted`.
-        """
         num_batches = version + self._bound - self._next_version + 1
         num_places = num_batches * self._rules.num_groups
+        # Finished groups that are at least as old come first in these batches.
         num_before = sum(seen is not None and seen[0] <= version for seen in self.finished.values())
         num_open = len(self.running) + len(self.finished)
         return num_before < num_places and num_open < self._num_wanted(num_places)
 
     def _num_wanted(self, num_places: int) -> float:
-        """Return how many groups to keep open so that `num_places` end usable, with two standard
-        deviations in reserve. The share of usable groups is never taken to be 1: one may always be
-        late.
-        """
+        """Return how many groups to keep open so that `num_places` of them end usable."""
+        # Two standard deviations in reserve. The share is below 1: one group may always be late.
         share = min(max(self._usable_share, 0.05), 1.0 - 1.0 / max(num_places, 2))
         spread = math.sqrt(num_places * (1.0 - share)) / share
         max_open = (self._bound + 1) * (self._rules.num_groups + self._rules.num_extra_groups)
@@ -109,8 +100,7 @@ class ReadyOrder(GroupPool, BatchOrder):
             self._count_usable(False)
 
     def _count_usable(self, is_usable: bool) -> None:
-        """Update the running share of usable groups, over about four batches."""
-        weight = 1.0 / (4 * self._rules.num_groups)
+        weight = 1.0 / (4 * self._rules.num_groups)  # a mean over about four batches
         self._usable_share += weight * (is_usable - self._usable_share)
 
     def next_groups(self) -> Sequence[ScoredGroup]:
@@ -134,9 +124,7 @@ class ReadyOrder(GroupPool, BatchOrder):
         return self._versions.newest if seen is None else seen[0]
 
     def _is_waited_for(self) -> bool:
-        """Return whether the next batch must wait: a running group would be too old after it, and
-        its prompt has no reissues left.
-        """
+        """Return whether a running group is too old for later batches and has no reissues left."""
         oldest = self._next_version - self._bound
         return any(
             begun.version <= oldest

@@ -1,6 +1,7 @@
 """The staleness bound: a number of versions, or a bound that follows the effective sample size.
 
-Used by AsyncRolloutProducer, which asks for the bound and reports each batch's sample size.
+Used by `trainer_hooks.producer.producer`, which reports the sample size of each batch to it. Users
+construct EssBound.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ _BetweenZeroAndOne = Annotated[float, Interval(0.0, 1.0, is_low_open=True, is_hi
 class EssBound:
     """Settings of a bound that follows the effective sample size (ESS) of the trained batches.
 
-    ESS = (sum w)^2 / (n sum w^2) of w = trained policy / behaviour policy, in (0, 1]. Where it
-    collapses, training on old rollouts does too (Huang et al. 2026, Stable asynchrony, arXiv
+    ESS = (sum w)^2 / (n sum w^2) of w = trained policy / behaviour policy, in (0, 1]. Where ESS
+    collapses, training on old rollouts collapses too (Huang et al. 2026, Stable asynchrony, arXiv
     2602.17616).
 
-    Each update adds a step of about equal size to log w, so its variance grows linearly with the
-    lag L, as r L; w of mean 1 is then log-normal, and ESS = 1 / E[w^2] = exp(-r L). A batch of mean
-    lag L shows r = -ln(ESS) / L; all that is not due to lag is counted as if it were. Where all
-    tokens are as old as a bound S allows, ESS is exp(-r S).
+    Each update adds a step of about equal size to log w, so the variance of log w grows linearly
+    with the lag L, as r L. A log-normal w of mean 1 then gives ESS = 1 / E[w^2] = exp(-r L). A
+    batch of mean lag L shows r = -ln(ESS) / L. This r counts all of the variance as due to lag. If
+    all tokens are as old as a bound S allows, ESS is exp(-r S).
 
-    `least_ess`: the bound is lowered at once to the largest S with exp(-r S) >= least_ess. Half is
-    where sequential Monte Carlo resamples (Doucet and Johansen 2009, A tutorial on particle
-    filtering and smoothing, sec. 3.5).
-    `raising_ess`: the bound grows by 1 after `patience` batches in sequence with exp(-r (S + 1)) >=
-    raising_ess. Its default is sqrt(least_ess): half of the variance that least_ess allows. So
-    after a rise r must double before the bound falls again, and noise moves nothing.
-    `smoothing`: the weight of the newest r in its running mean.
-    `least`, `most`: limits of the bound. At 0 no token has a lag and no r can be measured, so the
-    bound tries 1 again after `patience` batches. 8 is as far as Fu et al. 2025 (AReaL, arXiv
-    2505.24298, sec. 7.3) trained without loss.
+    `least_ess`: the bound is lowered at once to the largest S with exp(-r S) >= least_ess. The
+    default is where sequential Monte Carlo resamples (Doucet and Johansen 2009, A tutorial on
+    particle filtering and smoothing, sec. 3.5).
+    `raising_ess`: the bound grows by 1 after `patience` successive batches with exp(-r (S + 1)) >=
+    raising_ess. The default is sqrt(least_ess), half of the variance that least_ess allows. After a
+    rise, r must double before the bound falls again, so noise does not move the bound.
+    `smoothing`: weight of the newest r in its running mean.
+    `least`, `most`: limits of the bound. A bound of 0 tries 1 again after `patience` batches,
+    because without lag r cannot be measured. The default of `most` is as far as Fu et al. 2025
+    (AReaL, arXiv 2505.24298, sec. 7.3) trained without loss.
+    Raises ConfigError unless least <= most and least_ess < raising_ess.
     """
 
     least: NonNegativeInt = 1
@@ -52,7 +54,6 @@ class EssBound:
     smoothing: PositiveFraction = 0.5
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for values that make no bound."""
         check_fields(self, ConfigError)
         if self.least > self.most:
             raise ConfigError(f"least={self.least} and most={self.most} must be 0 <= least <= most")
@@ -64,16 +65,16 @@ class EssBound:
 
 
 class StalenessBound:
-    """The bound in force, `versions`, and the measurements it follows. A given number is constant.
+    """The bound in force, `versions`, and the measurements that it follows.
 
-    `ess`: last effective sample size; None before the first.
-    `variance_per_version`: the r of EssBound; None before a batch with a lag.
-    `num_calm_batches`: number of successive batches so far that allow raising the bound. At
-    `patience` it rises by 1.
+    A bound given as a number is constant.
+    `ess`: last effective sample size, or None before the first.
+    `variance_per_version`: the r of EssBound, or None before a batch with a lag.
+    `num_calm_batches`: number of successive batches so far that allow raising the bound.
+    Raises ConfigError for a number below 0 and for a text other than "ess".
     """
 
     def __init__(self, bound: int | Literal["ess"] | EssBound) -> None:
-        """Raises ConfigError for a number below 0 and for a text other than "ess"."""
         if isinstance(bound, str):
             if bound != "ess":
                 raise ConfigError(f"max_staleness_versions={bound!r} must be a number, or 'ess'")
@@ -90,8 +91,7 @@ class StalenessBound:
     def record_delivery(self, mean_lag: float) -> None:
         """Record that a batch was returned to the trainer.
 
-        `mean_lag`: mean number of updates between the KV that its tokens attended to and its
-        training.
+        `mean_lag`: mean over its tokens of policy lag + KV lag, in versions.
         """
         self._mean_lag = mean_lag
 
@@ -118,7 +118,6 @@ class StalenessBound:
         self.variance_per_version = weight * newest + (1.0 - weight) * (before or 0.0)
 
     def _follow(self, settings: EssBound) -> None:
-        """Lower the bound at once, or raise it after some calm batches."""
         rate, bound = self.variance_per_version, self.versions
         if rate is not None and bound > 0 and rate * bound > -math.log(settings.least_ess):
             self.versions = max(int(-math.log(settings.least_ess) / rate), settings.least)
@@ -136,7 +135,7 @@ class StalenessBound:
         return metrics if self.ess is None else {**metrics, "producer/ess": self.ess}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON under the key `staleness`; {} for a number."""
+        """Return the state as JSON under the key `staleness`, or {} for a constant bound."""
         if self._settings is None:
             return {}
         own = {name: getattr(self, name) for name in _STATE}
@@ -145,7 +144,7 @@ class StalenessBound:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`, within the limits of the settings.
 
-        Does nothing if this bound is a number, or was one in the run that wrote `state`.
+        Has no effect if this bound or the bound of the saved run is constant.
         """
         if self._settings is not None and "staleness" in state:
             for name in _STATE:

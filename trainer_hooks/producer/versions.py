@@ -1,6 +1,6 @@
 """VersionWatch: the weights version of the engines, as a producer sees it.
 
-Used by AsyncRolloutProducer and its orders, which begin groups by version.
+Used by `producer`, `admission` and `ready` of `trainer_hooks.producer`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from trainer_hooks.producer.groups import GeneratesAsync
 class VersionWatch:
     """The weights version that the llm reports, and the newest version seen on a token.
 
-    All engines have version `reported` or newer. `newest`: the newest version that the llm or a
-    token has shown. Groups begin under `reported`, so no engine samples them under an older one.
+    `reported`: version that every engine has reached. Groups begin under it, so no engine samples
+    their tokens under an older version.
+    `newest`: newest version that the llm or a token has shown.
     """
 
     def __init__(self, llm: GeneratesAsync) -> None:
@@ -30,11 +31,11 @@ class VersionWatch:
         return self.newest > self.reported
 
     def start(self) -> None:
-        """Count versions from the present one."""
+        """Count versions from the llm's present one."""
         self._start = self.reported = self.newest = self._llm.weights_version
 
     def refresh(self) -> None:
-        """Read the llm's version."""
+        """Read the version that the llm reports."""
         self.reported = max(self.reported, self._llm.weights_version)
         self.observe(self.reported)
 

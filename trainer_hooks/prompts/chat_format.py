@@ -1,7 +1,7 @@
 """ChatFormat: renders chat messages, or a user's text, into the text that the model continues.
 
 Used by `trainer_hooks.prompts.sources`, `trainer_hooks.prompts.rows`, `trainer_hooks.train.task`
-and `trainer_hooks.train.prompts`. It keeps no state between prompts.
+and `trainer_hooks.train.prompts`. A ChatFormat keeps no state between prompts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ class ChatFormat:
     """A chat template that takes chat messages, or a text as the only message of a user.
 
     `tokenizer`: transformers tokenizer with a chat template.
-    `system_prompt`: text of the first message of prompts without a system message; None adds none.
+    `system_prompt`: text of a first message for prompts without a system message, or None.
     `options`: further arguments of the template.
     `examples`: pairs of a user's text and the answer, which become turns before each prompt.
+    Raises ConfigError for a tokenizer without a chat template.
     """
 
     def __init__(
@@ -33,7 +34,6 @@ class ChatFormat:
         options: Mapping[str, Any] | None = None,
         examples: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Raises ConfigError for a tokenizer without a template."""
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 f"the tokenizer {type(tokenizer).__name__} has no chat template; set its "
@@ -58,7 +58,7 @@ class ChatFormat:
         return messages[:start] + [dict(turn) for turn in self._examples] + messages[start:]
 
     def render(self, messages: Messages) -> RenderedText:
-        """Return the text of `messages`, without added ones, up to where the answer begins."""
+        """Return the text of `messages` up to where the answer begins. Adds no messages."""
         return RenderedText(
             self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **self._options
@@ -73,8 +73,8 @@ class ChatFormat:
 def as_chat_template(source: Any | None) -> ChatTemplate | None:
     """Return a template made from a callable or from a transformers tokenizer.
 
-    None and a ChatFormat are returned as they are. A template writes special tokens itself, so none
-    are added to its text later. Raises ConfigError for another object.
+    Returns `source` itself if it is None or a ChatFormat. Special tokens are not added to a
+    template's text later, since the template writes them. Raises ConfigError for another object.
     """
     if source is None or isinstance(source, ChatFormat):
         return source

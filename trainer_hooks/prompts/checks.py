@@ -1,8 +1,8 @@
-"""Checks of the rows of a prompt source, so that no bad row stops a job in the middle.
+"""Checks the rows of a prompt source, so that no bad row stops a job in the middle.
 
-Used by `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
-`trainer_hooks.prompts.sources`. `check_rows` reads every row once before the job begins,
-CheckedWhenRead checks rows as they are read. Both log bad rows.
+Used by `trainer_hooks.train.task`, `trainer_hooks.train.prompts`, `trainer_hooks.train.settings`
+and `trainer_hooks.prompts.sources`. `check_rows` reads every row once before the job begins.
+CheckedWhenRead checks each row when it is read. Bad rows are logged.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class PromptCheck:
     """Checks whether an engine can answer the prompt of a row.
 
     `encode_all`: returns the engine's token ids of each text.
-    `vocab_size`, `max_sequence_length`: limits of the engine's model and of the engine, in tokens;
-    None skips the check.
-    `answer_column`: column that must hold a text or a number, as a warm-up trains on it; None skips
-    the check.
+    `vocab_size`: number of token ids of the engine's model. None skips this check.
+    `max_sequence_length`: the engine's limit in tokens. None skips this check.
+    `answer_column`: column that must hold a text or a number, on which a warm-up trains. None skips
+    this check.
     """
 
     encode_all: Callable[[Sequence[str]], Sequence[Sequence[int]]]
@@ -43,7 +43,7 @@ class PromptCheck:
     answer_column: str | None = None
 
     def faults(self, items: Sequence[PromptItem]) -> list[str | None]:
-        """Return an error text for each row, None for a good row."""
+        """Return an error text for each row, or None for a good row."""
         faults = [self._fault_of_values(item) for item in items]
         texts = {
             index: item.prompt
@@ -91,10 +91,9 @@ class PromptCheck:
 
 
 class SelectedRows:
-    """Rows of a source that `indices` selects, in the order of `indices`."""
+    """Rows of a source selected by `indices`, a sequence or an array, in the order of `indices`."""
 
     def __init__(self, rows: PromptRows, indices: Any) -> None:
-        """`indices`: sequence or array of row indices."""
         self._rows, self._indices = rows, indices
 
     def __len__(self) -> int:
@@ -105,16 +104,13 @@ class SelectedRows:
         return as_prompt_item(self._rows[int(self._indices[index])])
 
     def place_of(self, index: int) -> str:
-        """Return the text that names a row in errors, as its source names it."""
+        """Return the text by which errors name a row. The row's source chooses it."""
         return place_of(self._rows, int(self._indices[index]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRows:
-    """The good rows of a source.
-
-    `keys`: hash of each row's prompt, equal for equal prompts. `num_skipped`: number of bad rows.
-    """
+    """The good rows of a source, a hash of each row's prompt, and the number of bad rows."""
 
     rows: PromptRows
     keys: Sequence[int]
@@ -124,11 +120,11 @@ class CheckedRows:
 def check_rows(
     rows: PromptRows, check: PromptCheck, on_bad_row: OnBadRow, name: str
 ) -> CheckedRows:
-    """Read every row once and return the good rows. Bad rows are refused, or skipped and logged.
+    """Read every row once and return the good rows.
 
-    `on_bad_row`: "refuse" or "skip". `name`: name of the source in messages.
-    Raises ConfigError, which names the first bad rows, if a row is bad and `on_bad_row` is
-    "refuse", and if all rows are bad.
+    `on_bad_row`: "refuse" raises ConfigError for bad rows, "skip" logs them and leaves them out.
+    `name`: name of the source in messages.
+    Raises ConfigError also if all rows are bad. The error names the first bad rows.
     """
     good, keys = array("Q"), array("Q")
     bad: list[str] = []
@@ -152,7 +148,7 @@ def check_rows(
 
 
 class CheckedWhenRead:
-    """Rows that a user's program makes when they are read, and that are checked then.
+    """Rows that a user's program makes, checked when they are read.
 
     A bad row is logged and replaced by the next good one.
     """
@@ -165,7 +161,7 @@ class CheckedWhenRead:
         return len(self._rows)
 
     def __getitem__(self, index: int, /) -> PromptItem:
-        """Return row `index` or the next good one. Raises ConfigError if too many rows are bad."""
+        """Return row `index`, or the next good row. Raises ConfigError if too many rows are bad."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of {len(self)}")
         faults = []
@@ -184,7 +180,6 @@ class CheckedWhenRead:
 
 
 def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) -> None:
-    """Log the bad rows, or raise the ConfigError of `check_rows`."""
     shown = "; ".join(bad[:_NUM_SHOWN])
     if len(bad) > _NUM_SHOWN:
         shown += f"; and {len(bad) - _NUM_SHOWN} more bad rows"
@@ -196,7 +191,7 @@ def _report(bad: Sequence[str], num_rows: int, on_bad_row: OnBadRow, name: str) 
 
 
 def place_of(rows: PromptRows, index: int) -> str:
-    """Return the text that names a row in errors: by the rows' `place_of`, else by its index."""
+    """Return the text by which errors name a row, from `place_of` of `rows` or from its index."""
     own = getattr(rows, "place_of", None)
     return f"row {index} of the prompts" if own is None else str(own(index))
 

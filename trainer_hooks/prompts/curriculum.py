@@ -1,7 +1,7 @@
 """Curriculum: draws the prompts of an epoch by weights computed from their histories.
 
-Used by PromptLedger. Users' training loops and `trainer_hooks.train.task` construct Curriculum and
-pass it on through AsyncRolloutProducer. It changes no history.
+Used by `trainer_hooks.prompts.ledger`. Users' training loops and `trainer_hooks.train.task` pass a
+Curriculum to `trainer_hooks.producer.producer`. A Curriculum changes no history.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PromptWeight = Callable[[int, PromptHistory], float]
 class Curriculum:
     """Draws each next prompt with a probability proportional to its weight.
 
-    `weight`: function of a row's index and history, without side effects. It returns 0 or more. A
-    row of weight 0 is drawn only if no row that can be drawn has a larger weight.
-    `with_replacement`: False draws among the rows not yet drawn in the epoch. Each row comes once
-    per epoch, and weights decide which come early. True draws among all rows. An epoch is as many
-    draws as there are rows, and weights decide how often a row comes.
+    `weight`: function of a row's index and history that returns 0 or more, without side effects. A
+    row of weight 0 is drawn only if all rows that can be drawn have weight 0.
+    `with_replacement`: False draws each row once per epoch, and weights decide which rows come
+    early. True draws among all rows, as many times per epoch as there are rows, and weights decide
+    how often a row comes.
     """
 
     weight: Annotated[PromptWeight, AnyValue("its results are checked when rows are weighed")]
@@ -55,8 +55,7 @@ def learnability_weight(index: int, history: PromptHistory) -> float:
 class CurriculumDraws:
     """Draws a row for each position of an epoch, and keeps the rows' weights.
 
-    A draw is a function of (seed, epoch, position), the weights, and the rows drawn before in the
-    epoch. Used by PromptLedger.
+    A draw depends only on seed, epoch, position, weights, and the rows drawn before in the epoch.
     """
 
     def __init__(self, curriculum: Curriculum, num_rows: int, seed: int) -> None:
@@ -65,7 +64,7 @@ class CurriculumDraws:
         self._is_left = np.ones(num_rows, dtype=bool)  # not yet drawn in this epoch
 
     def weigh(self, indices: Iterable[int], history_of: Callable[[int], PromptHistory]) -> None:
-        """Recompute the weights of these rows from their histories.
+        """Recompute the weights of the rows `indices`.
 
         Raises ConfigError for a weight that is negative or not finite.
         """
@@ -93,10 +92,8 @@ class CurriculumDraws:
         return index
 
     def state(self) -> dict[str, Any]:
-        """Return `with_replacement` and the rows not yet drawn in the epoch, as values for JSON.
-
-        Weights are left out, since they follow from the histories.
-        """
+        """Return `with_replacement` and the rows not yet drawn in the epoch, as JSON."""
+        # Weights are left out: they follow from the histories.
         left = b64encode(np.packbits(self._is_left).tobytes()).decode()
         return {"with_replacement": self._curriculum.with_replacement, "left": left}
 
@@ -113,10 +110,7 @@ class CurriculumDraws:
 
 
 def _drawn(weights: NDArray[np.float64], share: float) -> int | None:
-    """Return the row at which the running sum of weights passes the fraction `share` of the sum.
-
-    Returns None if all weights are 0.
-    """
+    """Return the row drawn by `share`, a number from 0 to 1, or None if all weights are 0."""
     ends = np.cumsum(weights)
     if not ends[-1] > 0.0:
         return None

@@ -1,7 +1,7 @@
 """PromptHistory: how often a prompt was trained on, filtered or failed, and its latest reward.
 
-PromptLedger writes the histories. `trainer_hooks.prompts.curriculum`,
-`trainer_hooks.producer.filters` and users' filters and weights read them.
+Written by `trainer_hooks.prompts.ledger`. Read by `trainer_hooks.prompts.curriculum`,
+`trainer_hooks.producer.filters`, and users' filters and weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TRAINED, FILTERED, FAILED, GIVEN_BACK = "trained", "filtered", "failed", "given_
 class PromptHistory:
     """Counts of the outcomes of a prompt, and its rewards.
 
-    Each issue of the prompt ends as trained, filtered, failed or given back to be issued again.
-    `num_scored`: number of its groups with a mean reward.
-    `mean_reward`: mean of these groups' mean rewards; None before the first.
-    `last_reward`: mean reward of the latest of these groups; None before the first.
-    `last_version`: newest version that sampled a token of that group, if it was recorded.
+    Each issue of the prompt ends as trained, filtered, failed or given back.
+    `num_scored`: number of the prompt's groups with a mean reward.
+    `mean_reward`: mean of these groups' mean rewards, or None.
+    `last_reward`: mean reward of the latest of these groups, or None.
+    `last_version`: newest version that sampled a token of the latest of these groups, or None.
     """
 
     num_trained: int = 0
@@ -38,7 +38,7 @@ class PromptHistory:
 
     @property
     def num_issued(self) -> int:
-        """Number of times that the prompt was issued, without groups in progress."""
+        """Number of times that the prompt was issued and ended. Groups in progress do not count."""
         return self.num_trained + self.num_filtered + self.num_failed + self.num_given_back
 
     def after(self, outcome: PromptOutcome) -> PromptHistory:
@@ -65,10 +65,11 @@ NEW_PROMPT = PromptHistory()
 class PromptOutcome:
     """The outcome of one issue of a prompt.
 
-    `key`: (epoch, position) of its ticket. `index`: row of the prompt.
+    `key`: epoch and position of the ticket.
+    `index`: row of the prompt.
     `fate`: name of a count in PromptHistory, without "num_".
-    `reward`: mean reward of the group; None or NaN if it has none.
-    `version`: newest version that sampled a token of the group; None if it is not recorded.
+    `reward`: mean reward of the group. None or NaN without one.
+    `version`: newest version that sampled a token of the group, or None if it is not recorded.
     """
 
     key: tuple[int, int]
@@ -79,16 +80,16 @@ class PromptOutcome:
 
 
 class PromptHistories:
-    """Histories of the `max_prompts` prompts seen last.
+    """Histories of the `max_prompts` prompts that had an outcome last.
 
-    Published histories change only by `publish`, which applies outcomes in the order of tickets. So
-    they do not depend on which group of a batch finished first.
+    `publish` applies outcomes in the order of tickets, so published histories do not depend on
+    which group finished first.
     """
 
     def __init__(self, max_prompts: int) -> None:
         self._max_prompts = max_prompts
         self._base: OrderedDict[int, PromptHistory] = OrderedDict()  # the latest seen at the end
-        # Outcomes of the last publish are kept apart, since a state may leave some of them out.
+        # Outcomes of the last publish are kept apart: `state` can leave some of them out.
         self._last: list[PromptOutcome] = []
         self._pending: list[PromptOutcome] = []
         self._published: dict[int, PromptHistory] = {}  # of the prompts in `_last`
@@ -98,7 +99,7 @@ class PromptHistories:
         return self._published.get(index) or self._base.get(index, NEW_PROMPT)
 
     def latest(self, index: int) -> PromptHistory:
-        """Return the history of row `index` with outcomes that are not published yet."""
+        """Return the history of row `index`, including outcomes that are not published yet."""
         history = self.published(index)
         for outcome in self._pending:
             if outcome.index == index:
@@ -106,7 +107,7 @@ class PromptHistories:
         return history
 
     def add(self, outcome: PromptOutcome) -> None:
-        """Record an outcome, to be published later."""
+        """Record an outcome for the next `publish`."""
         self._pending.append(outcome)
 
     def publish(self) -> set[int]:
@@ -119,7 +120,7 @@ class PromptHistories:
         return self._published.keys() | self._forget()
 
     def _forget(self) -> set[int]:
-        """Drop the histories beyond `max_prompts`, longest unseen first. Returns their rows."""
+        # Drops the histories whose last outcome is oldest, and returns their rows.
         num_too_many = len(self._base.keys() | self._published.keys()) - self._max_prompts
         older = (index for index in self._base if index not in self._published)
         forgotten = set(islice(older, max(num_too_many, 0)))
@@ -128,7 +129,7 @@ class PromptHistories:
         return forgotten
 
     def state(self, untrained: Container[tuple[int, int]] = ()) -> list[list[Any]]:
-        """Return the histories of all rows with all outcomes, as JSON.
+        """Return the histories of all rows, including unpublished outcomes, as JSON.
 
         `untrained`: ticket keys whose outcome "trained" is left out.
         """
@@ -155,7 +156,6 @@ class PromptHistories:
 
 
 def _fold(histories: OrderedDict[int, PromptHistory], outcomes: Iterable[PromptOutcome]) -> None:
-    """Add `outcomes` to `histories`, and move their rows to the end."""
     for outcome in outcomes:
         history = histories.get(outcome.index, NEW_PROMPT)
         histories[outcome.index] = history.after(outcome)

@@ -1,8 +1,8 @@
 """PromptLedger: issues the prompts of each epoch in order, also across crashes and resumes.
 
-Used by AsyncRolloutProducer and its parts, `evaluate`, `trainer_hooks.train.warm_up` and users'
-training loops; PromptItem is a prompt in all of trainer_hooks. The ledger is the only writer of the
-position in the prompts and of their histories. It writes no file.
+Used by `trainer_hooks.producer`, `trainer_hooks.evaluation`, `trainer_hooks.train.warm_up` and
+users' training loops. PromptItem is the type of a prompt in all of `trainer_hooks`. The ledger is
+the only writer of the position in the prompts and of their histories. The ledger writes no file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer_hooks.prompts.history import (
     PromptOutcome,
 )
 
-# Number of prompts in a fingerprint, evenly spread. Reading a whole dataset may be slow.
+# Number of evenly spread prompts in a fingerprint. Reading a whole dataset may be slow.
 _NUM_FINGERPRINTED = 64
 # Limit on the rows of a source without a length, which are all kept in memory.
 MAX_ITERATED_ROWS = 1_000_000
@@ -44,7 +44,7 @@ _SAME_SOURCE = ("num_prompts", "fingerprint", "seed", "shuffle")
 class PromptItem:
     """A prompt, as text or token ids, and the other columns of its row.
 
-    `columns`: passed to the reward function by name, such as an answer or a difficulty.
+    `columns`: passed to the reward function by name, for example `answer`.
     """
 
     prompt: str | Sequence[int]
@@ -52,9 +52,9 @@ class PromptItem:
 
 
 def as_prompt_item(source: PromptItem | str | Sequence[int] | Mapping[str, Any]) -> PromptItem:
-    """Return a PromptItem from a bare prompt or from a row with "prompt" and other columns.
+    """Return a PromptItem from a bare prompt, or from a row with the key "prompt".
 
-    Raises ValueError for a row without a prompt.
+    The other keys of a row become its columns. Raises ValueError for a row without a prompt.
     """
     if isinstance(source, PromptItem):
         return source
@@ -76,10 +76,7 @@ class PromptRows(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class PromptTicket:
-    """One prompt of one epoch. Tickets are ordered as they are issued.
-
-    `position`: place in the epoch's order. `index`: row in the source.
-    """
+    """One prompt of one epoch, at `position` in the epoch's order and `index` in the source."""
 
     epoch: int
     position: int
@@ -90,19 +87,20 @@ class PromptLedger:
     """Issues prompts in a seeded order per epoch and records the outcome of each.
 
     Each prompt is consumed once per epoch, unless a curriculum draws with replacement. A ticket is
-    out from `issue` until it is consumed, with a reason, or given back. Tickets that were given
-    back are issued again before new ones. The state for checkpoints is small: a position, the
-    unconsumed tickets before it, and the histories.
-    `source`: rows as `as_prompt_item` accepts them, in a list, in a dataset with `len` and
-    `[index]` (read when issued), or in an iterable that can be iterated again, such as an
-    IterableDataset (read at once, at most MAX_ITERATED_ROWS).
+    out from `issue` until it is consumed or given back. Tickets that were given back are issued
+    again before new ones.
+    `source`: rows as `as_prompt_item` accepts them. The source is a list, a dataset with `len` and
+    `[index]`, or an iterable that can be iterated again. A dataset's rows are read when they are
+    issued. An iterable is read at once, at most MAX_ITERATED_ROWS rows.
     `shuffle`: False issues the rows in the order of the source.
-    `num_epochs`: number of epochs; None never ends.
-    `curriculum`: draws the next prompts by their histories instead of the shuffled order. With
-    replacement, an epoch is as many draws as there are prompts, and a prompt may come several
-    times.
-    `max_histories`: number of prompts whose history is kept; those unseen longest are dropped.
+    `num_epochs`: number of epochs. None means no end.
+    `curriculum`: draws the next prompts by their histories instead of the shuffled order.
+    `max_histories`: number of prompts whose history is kept. The histories with the oldest last
+    outcome are dropped.
     `consumed`, `given_back`: counts of prompts by reason, over all epochs.
+    Raises ConfigError for a source that `as_rows` refuses, for a bad row among up to 64 evenly
+    spread rows, for `num_epochs` below 1, for a curriculum with shuffle=False, and for a negative
+    or infinite weight.
     """
 
     def __init__(
@@ -114,10 +112,6 @@ class PromptLedger:
         curriculum: Curriculum | None = None,
         max_histories: int = 20_000,
     ) -> None:
-        """Raises ConfigError for a source that `as_rows` refuses, for a bad row in the fingerprint,
-        for `num_epochs` below 1, for a curriculum with shuffle=False, and for a negative or
-        infinite weight.
-        """
         self._rows = as_rows(source)
         if num_epochs is not None and num_epochs < 1:
             raise ConfigError(f"num_epochs={num_epochs} must be at least 1, or None for no end")
@@ -146,7 +140,7 @@ class PromptLedger:
 
     @property
     def num_out(self) -> int:
-        """Number of prompts that are issued, neither consumed nor given back."""
+        """Number of prompts that were issued, but neither consumed nor given back."""
         return len(self._out)
 
     @property
@@ -156,16 +150,16 @@ class PromptLedger:
         return is_over and not self._returned
 
     def item(self, ticket: PromptTicket) -> PromptItem:
-        """Return the ticket's prompt, as text or a list of token ids, and columns.
+        """Return the ticket's prompt, as text or a list of token ids, and its columns.
 
         Raises ConfigError for a row whose prompt is missing, empty or neither text nor token ids.
         """
         return item_of(self._rows, ticket.index)
 
     def issue(self) -> PromptTicket | None:
-        """Return a ticket: the earliest one given back, else a new one; None if no prompt is left.
+        """Return the earliest ticket given back, or else a new one, or None if no prompt is left.
 
-        A curriculum draws by histories with all outcomes up to the last consumed as "trained".
+        A curriculum uses the histories as of the last prompt consumed as "trained".
         """
         if self._has_trained:
             self._publish_histories()
@@ -190,8 +184,8 @@ class PromptLedger:
     ) -> None:
         """Finish the prompt for this epoch. Raises ConfigError if the ticket is not out.
 
-        `reason`: "trained", "failed", "filtered" or another text, which the history counts as
-        filtered.
+        `reason`: "trained", "failed", "filtered" or another text. The history counts another text
+        as filtered.
         `reward`, `version`: the group's mean reward and newest version, for the history.
         """
         self._remove_issued(ticket)
@@ -245,7 +239,7 @@ class PromptLedger:
     def state_dict(self, untrained: Iterable[PromptTicket] = ()) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON. Prompts that are out count as not consumed.
 
-        `untrained`: tickets consumed as "trained" that are not in the checkpoint's weights.
+        `untrained`: tickets consumed as "trained" that also count as not consumed.
         """
         pending = {*self._out, *self._returned}
         again = set(untrained) - pending
@@ -270,10 +264,10 @@ class PromptLedger:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Its unfinished prompts are issued first, in their old order.
+        """Continue from `state`. Unfinished prompts are issued first, in their old order.
 
-        Raises ConfigError for a state of other prompts, another seed, order or curriculum, and
-        while prompts are out.
+        Raises ConfigError if prompts are out, and for a state with other prompts, another seed,
+        order or curriculum.
         """
         if self._out:
             raise ConfigError(f"{len(self._out)} prompts are out; load a state before any is")
@@ -318,11 +312,10 @@ class PromptLedger:
         return PromptTicket(epoch, position, draw(epoch, position))
 
     def _index(self, epoch: int, position: int) -> int:
-        """Return the row at a position of an epoch without a curriculum."""
         if not self._shuffle:
             return position
         if epoch not in self._orders:
-            # Two epochs are in use around a change of epoch. An older one is rare: recompute it.
+            # Two epochs are in use around a change of epoch. Older epochs are rare: recompute them.
             while len(self._orders) > 1:
                 del self._orders[min(self._orders)]
             self._orders[epoch] = _shuffled(len(self), mix_seed(self._seed, epoch))
@@ -336,9 +329,9 @@ def _shuffled(num_prompts: int, seed: int) -> NDArray[np.intp]:
 
 
 def as_rows(source: PromptRows | Iterable[Any]) -> PromptRows:
-    """Return `source`, or the list of its rows if it can only be iterated.
+    """Return `source`, or the list of its rows if it has no length or index.
 
-    Raises ConfigError for a single prompt, an iterator, a source without rows, and more than
+    Raises ConfigError for a single prompt, an iterator, a source without rows, and for more than
     MAX_ITERATED_ROWS rows of a source without a length.
     """
     if isinstance(source, (str, bytes, Mapping, PromptItem)):
@@ -384,7 +377,6 @@ def item_of(rows: PromptRows, index: int) -> PromptItem:
 
 
 def _fingerprint(rows: PromptRows) -> str:
-    """Return a hash of _NUM_FINGERPRINTED prompts, or of all if there are fewer."""
     count = min(len(rows), _NUM_FINGERPRINTED)
     digest = hashlib.sha256()
     for i in range(count):

@@ -1,6 +1,6 @@
 """as_item: makes a PromptItem from a row of a file or dataset, through a chat template.
 
-Used by `trainer_hooks.prompts.sources`. It keeps no state.
+Used by `trainer_hooks.prompts.sources`. `as_item` keeps no state.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def as_item(
 ) -> PromptItem:
     """Return a row as a PromptItem.
 
-    A ChatFormat renders text and messages, and the item then has the messages in the column
-    `messages`. Another template renders messages alone. The `ground_truth` in a column
-    `reward_model` also becomes a column, unless the row has one.
-    `values`: the row by column. `place`: text that names the row in errors.
-    `is_arrow`: True if the row comes from Arrow, which gives all objects of a column the same keys,
-    with null for missing values. In tool calls these keys are removed.
-    Raises ConfigError for a prompt that is not text, token ids or messages, messages without a
-    template or refused by it, and half a surrogate pair in any column.
+    `values`: the row, by column name.
+    `template`: a ChatFormat renders both texts and messages, and adds the column `messages`.
+    Another template renders only messages.
+    `place`: text that names the row in errors.
+    `is_arrow`: True for a row from Arrow. Arrow gives all objects of a column the same keys, with
+    null for missing values. Keys that are null are removed from tool calls.
+    If the column `reward_model` has a `ground_truth`, that value also becomes the column
+    `ground_truth`, unless the row has one.
+    Raises ConfigError for a prompt that is not text, token ids or messages, for messages without a
+    template, for messages that the template refuses, and for half a surrogate pair in any column.
     """
     if prompt_column not in values:
         raise ConfigError(f"{place} has no column {prompt_column!r}; it has {', '.join(values)}")
@@ -74,7 +76,6 @@ def _are_messages(value: Any) -> bool:
 
 
 def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> dict[str, Any]:
-    """Return a message as templates expect it. Raises ConfigError for parts that are not text."""
     if is_arrow and isinstance(calls := message.get("tool_calls"), list):
         # Arguments that are JSON text keep their nulls.
         message = {**message, "tool_calls": _without_nulls(calls)}
@@ -88,7 +89,6 @@ def _plain_message(message: Mapping[str, Any], place: str, is_arrow: bool) -> di
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return `value` without object keys whose value is null."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):

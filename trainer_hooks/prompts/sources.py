@@ -2,7 +2,8 @@
 
 Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.train.prompts` and
 `trainer_hooks.train.palindromes`, as the `source` of a PromptLedger. Each source is a Sequence of
-PromptItem. It writes no file. Errors name a bad row by its file and line, or by its index.
+PromptItem. Sources read files and write none. Errors name a bad row by its file and line, or by its
+index.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _LazyPrompts(Sequence[PromptItem]):
-    """A Sequence that reads an item only when it is asked for, by `_read`. A slice is a list."""
+    """A Sequence whose items are read when they are indexed. A slice is a list."""
 
     @abstractmethod
     def _read(self, index: int) -> PromptItem: ...
 
     def place_of(self, index: int) -> str:
-        """Return the text that names a row in errors, such as "questions.jsonl, line 7"."""
+        """Return the text by which errors name a row, such as "questions.jsonl, line 7"."""
         return f"row {index} of {type(self).__name__}"
 
     @overload
@@ -58,10 +59,10 @@ class _LazyPrompts(Sequence[PromptItem]):
 class JsonlPrompts(_LazyPrompts):
     """Rows of JSONL files: one JSON object per line, with the prompt in `prompt_column`.
 
-    Empty lines are skipped. Only the offset and the number of each line are kept in memory, 16
-    bytes per line. A prompt is text, token ids or, with a `chat_template` (see `as_chat_template`),
-    messages. Raises ConfigError for an unreadable file and, when a line is read, for a line that is
-    not an object with a prompt and for a file that has changed.
+    Empty lines are skipped. Memory holds only the offset and the number of each line, 16 bytes per
+    line. A prompt is text or token ids, or messages if there is a `chat_template` (see
+    `as_chat_template`). Raises ConfigError for an unreadable file. Reading a row raises ConfigError
+    for a line that is not an object with a prompt, and for a file that was changed.
     """
 
     def __init__(
@@ -104,13 +105,13 @@ class JsonlPrompts(_LazyPrompts):
 class ParquetPrompts(_LazyPrompts):
     """Rows of parquet files, such as verl's datasets: the prompt and any other columns.
 
-    The `ground_truth` in verl's column `reward_model` is also a column `ground_truth`. The row
-    group read last is kept in memory, so shuffled access is quick if row groups are small or all
-    rows are in one.
-    `columns`: columns to read besides the prompt; None reads all.
+    The `ground_truth` in verl's column `reward_model` also becomes the column `ground_truth`.
+    Memory holds the row group that was read last, so shuffled access is quick if row groups are
+    small or all rows are in one group.
+    `columns`: columns to read besides the prompt. None reads all columns.
     `chat_template`: as for JsonlPrompts.
-    Raises ConfigError if pyarrow is missing, for an unreadable file or a missing column, and, when
-    a row is read, for a row without a prompt.
+    Raises ConfigError if pyarrow is missing, and for an unreadable file or a missing column.
+    Reading a row raises ConfigError for a row without a prompt.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class ParquetPrompts(_LazyPrompts):
         self._ends = list(accumulate(sizes)) or [0]
         self._prompt_column = prompt_column
         self._template = as_chat_template(chat_template)
-        self._held: tuple[int, Any] | None = None  # replaced as one, so threads may read
+        self._held: tuple[int, Any] | None = None  # replaced as a whole, so threads may read it
 
     def __len__(self) -> int:
         """Number of rows in all files."""
@@ -176,12 +177,12 @@ class ParquetPrompts(_LazyPrompts):
 class DatasetPrompts(_LazyPrompts):
     """Rows of a `datasets.Dataset`, or of a dataset that `save_to_disk` wrote to a directory.
 
-    `split`: name of the split of a DatasetDict, which must be given even if there is only one.
-    Prompts, `ground_truth` and `chat_template` are as in ParquetPrompts.
-    An IterableDataset is read into memory at once, so that its rows can be shuffled and a run can
-    be resumed.
+    `split`: name of the split of a DatasetDict. A name is required even if there is only one split.
+    `chat_template`: as for JsonlPrompts.
+    Prompts and `ground_truth` are as in ParquetPrompts. An IterableDataset is read into memory at
+    once, so that its rows can be shuffled and a run can be resumed.
     Raises ConfigError if the package is missing, for a directory without a dataset or split, for a
-    missing column, and for an IterableDataset that may never end.
+    missing column, and for an IterableDataset with more than MAX_ITERATED_ROWS rows.
     """
 
     def __init__(
@@ -221,8 +222,8 @@ class DatasetPrompts(_LazyPrompts):
 class ReasoningGymPrompts(_LazyPrompts):
     """Rows of a reasoning-gym dataset, with the columns `answer` and `entry`.
 
-    With a `chat_template`, prompts are rendered, and the column `messages` has their messages.
     `dataset`: a dataset, or the name of one to create with `size`, `seed` and `settings`.
+    `chat_template`: renders the prompts and adds the column `messages`.
     Raises ConfigError if the package is missing or refuses the settings.
     """
 
@@ -254,8 +255,8 @@ class ReasoningGymPrompts(_LazyPrompts):
 class FormattedPrompts(_LazyPrompts):
     """Rows of another source, with prompts rendered by a chat template.
 
-    A text is rendered as a user's message. Prompts that are token ids, or that a template has
-    already rendered, stay as they are.
+    A text is rendered as a user's message. Token ids and text that a template has already rendered
+    stay as they are.
     `rows`: rows that `as_prompt_item` accepts.
     """
 
@@ -278,11 +279,10 @@ class FormattedPrompts(_LazyPrompts):
 
 
 class MixedPrompts(_LazyPrompts):
-    """Rows of several sources, in proportion to their weights.
+    """Rows of several sources, interleaved evenly in proportion to their weights.
 
     An epoch has every row of every source at least once. Rows of a source that is small for its
-    weight repeat. The sources are interleaved evenly. The column `data_source` is the source's
-    name, unless the row has this column.
+    weight repeat. The column `data_source` is the source's name, unless the row has this column.
     `sources`: rows and weight by name.
     Raises ConfigError without sources, for a source without rows, and for weights that are not
     above 0.
@@ -328,7 +328,6 @@ class _IndexedFile:
 
 
 def _index_lines(path: Path) -> _IndexedFile:
-    """Read a file once and return the places of its lines that are not empty."""
     offsets, line_numbers = array("Q"), array("Q")
     offset = 0
     try:
@@ -358,7 +357,6 @@ def _as_paths(paths: Paths) -> list[Path]:
 
 
 def _locate(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return the part that has item `index`, and its index there. `ends`: end of each part."""
     part = bisect_right(ends, index)
     return part, index - (ends[part - 1] if part else 0)
 

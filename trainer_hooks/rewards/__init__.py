@@ -1,11 +1,12 @@
-"""Reward functions: calling and combining users' own, adapting TRL's and verl's, ready-made ones.
+"""Reward functions: ready-made ones, and what calls, combines and adapts users' functions.
 
-Used by users' training loops, `trainer_hooks.train`, the producer and `evaluate`.
+Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.producer`,
+`trainer_hooks.evaluation` and examples/train_trl.py.
 """
 
 from rollout.lazy_names import lazy_names as _lazy_names
 
-# Module -> the names that this package takes from it. The stub beside this file lists the same.
+# Module -> its names in this package. __init__.pyi lists the same names.
 _HOMES = {
     "trainer_hooks.rewards.adapters": (
         "ConversationalReward VerlReward WeightedReward WeightedRewards reward_metrics"

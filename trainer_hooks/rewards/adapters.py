@@ -1,8 +1,9 @@
-"""Adapters that make one reward function of several, or of one in the convention of TRL or verl.
+"""Adapters that combine several reward functions, or take a function in TRL's or verl's convention.
 
-Used by users' training loops and `trainer_hooks.train.task`, which give the result to a
-RewardRunner. `score_rollouts` and `trainer_hooks.environments.verifiers` return WeightedReward too;
-`trainer_hooks.producer.batches` and `evaluate` report `reward_metrics`.
+Used by users' training loops and `trainer_hooks.train.task`, which pass the result to a
+RewardRunner. `trainer_hooks.rewards.scoring` and `trainer_hooks.environments.verifiers` make
+WeightedReward. `trainer_hooks.producer.batches` and `trainer_hooks.evaluation` use
+`reward_metrics`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class WeightedReward(float):
 class WeightedRewards:
     """A reward function that returns the weighted sum of several functions' results, as in TRL.
 
-    A None or NaN of one function is left out of a sample's sum. If all functions return None or
-    NaN, the sum is None. The functions are called one after another, each with the columns that it
-    names; then the async ones are awaited together. Each reward is a WeightedReward, whose terms
-    `reward_metrics` and `trainer_hooks.train.samples` read.
+    A None or NaN of one function is left out of a sample's sum. The sum is None if all functions
+    return None or NaN. Each function gets the columns that its signature names. Async functions are
+    called last and awaited together. Each reward is a WeightedReward.
+    `reward_weights`: one per function. None means 1 each.
+    `names`: names of the terms. None means the functions' names.
+    Raises ConfigError without a function, and unless each function has one weight and a distinct
+    name.
     """
 
     def __init__(
@@ -53,11 +57,6 @@ class WeightedRewards:
         reward_weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """`reward_weights`: one per function; None for 1 each. `names`: names of the terms; None
-        takes the functions' names.
-
-        Raises ConfigError without a function, and unless each has one weight and a distinct name.
-        """
         if reward_weights is None:
             reward_weights = [1.0] * len(reward_funcs)
         if names is None:
@@ -85,13 +84,13 @@ class WeightedRewards:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[Any],
     ) -> Any:
-        """Return one WeightedReward or None per completion.
+        """Return one WeightedReward or None per completion, possibly as an awaitable.
 
-        If a function returns an awaitable, returns an awaitable of this list.
-        Raises ConfigError unless each function returns one number per completion.
+        The result is an awaitable if a function returns an awaitable. Raises ConfigError unless
+        each function returns one number per completion.
         """
         results: list[Any] = [None] * len(self._functions)
-        # Async ones last: one that raises before them leaves no coroutine behind.
+        # Async functions last: an error of another function then leaves no coroutine behind.
         for i in sorted(range(len(results)), key=lambda i: is_async(self._functions[i])):
             given = prompts, completions, completion_ids, columns
             results[i] = call_reward(self._functions[i], *given)
@@ -124,8 +123,8 @@ class WeightedRewards:
 def reward_metrics(rewards: Sequence[float]) -> dict[str, float]:
     """Return `rewards/<name>/mean` and `rewards/<name>/std` of each term, as in TRL.
 
-    They are over the rewards that have the term. A single one has the deviation 0. Rewards without
-    terms are ignored.
+    A mean covers the rewards that have the term. The deviation of a single reward is 0. Rewards
+    without terms are ignored.
     """
     values: dict[str, list[float]] = {}
     for reward in rewards:
@@ -164,13 +163,13 @@ class ConversationalReward:
 
 
 class VerlReward:
-    """A `compute_score(data_source, solution_str, ground_truth, extra_info)` in verl's convention.
+    """A reward function made from verl's `compute_score`.
 
-    The function returns a number, or a mapping with "score". The columns are named as in verl:
-    data_source, extra_info, and ground_truth, or reward_model with "ground_truth" in it.
-    The function is called for one sample at a time. If it returns None, the sample's score is None.
-    If it raises or returns no number, the score is None too, and the error is logged. If all
-    samples fail so, the first error is raised.
+    A VerlReward calls `compute_score(data_source, solution_str, ground_truth, extra_info)`, which
+    returns a number, or a mapping with "score". The columns are named as in verl: data_source,
+    extra_info, and ground_truth, or reward_model with "ground_truth" in it. Each call gets one
+    sample. The sample's score is None if the call returns None, raises or returns no number. Errors
+    are logged. If all samples fail with an error, the first error is raised.
     """
 
     def __init__(self, compute_score: Callable[..., Any]) -> None:

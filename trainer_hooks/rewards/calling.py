@@ -1,7 +1,9 @@
 """Calls a reward function with the arguments that its signature names, and checks its result.
 
-Used by RewardRunner, `trainer_hooks.rewards.process` and the adapters; the producer, `evaluate` and
-AgentRollouts use the type RewardFunction. Keeps no state.
+Used by the modules `adapters`, `process`, `processes` and `runner` of `trainer_hooks.rewards`.
+`trainer_hooks.producer.producer`, `trainer_hooks.evaluation` and
+`trainer_hooks.environments.agent_rollouts` use the type RewardFunction. The functions keep no
+state.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ def arguments_for(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and named arguments for a call of `reward_fn`.
 
-    Prompts, completions and completion ids go by position to a function that names none of them
-    and has at least three positional parameters, else by name. By name, a function gets only what
-    it names, or everything if it has `**columns`.
-    Raises ConfigError if it needs a column that the prompts do not have.
+    Prompts, completions and completion ids are passed by position if the function names none of
+    them and has at least three positional parameters. Otherwise they are passed by name, if the
+    function names them. A function with `**columns` gets all columns. Another function gets only
+    the columns that it names.
+    Raises ConfigError if the function needs a column that the prompts do not have.
     """
     standard = dict(zip(_STANDARD, (prompts, completions, completion_ids), strict=True))
     try:
@@ -70,29 +73,25 @@ def call_reward(
 ) -> Any:
     """Call the function with the arguments that it names. Returns the result of `rewards_of`.
 
-    Raises ConfigError if it needs a column that the prompts do not have.
+    Raises ConfigError if the function needs a column that the prompts do not have.
     """
     args, named = arguments_for(reward_fn, prompts, completions, completion_ids, columns)
     return rewards_of(reward_fn, args, named)
 
 
 def rewards_of(reward_fn: RewardFunction, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Call the function. Returns its result, as a list if it is iterable.
-
-    A generator runs to its end here, so that its result can be sent to another process.
-    """
+    """Call the function. Returns its result, as a list if it is iterable."""
     result = reward_fn(*args, **named)
     try:
         rewards = iter(result)
     except TypeError:  # an awaitable, or a value that numbers_of refuses
         return result
-    return list(rewards)
+    return list(rewards)  # a generator runs here: it could not be sent to another process
 
 
 def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) -> list[float]:
-    """Return the function's rewards as floats, with NaN for None.
+    """Return the function's rewards as floats, with NaN for None. A WeightedReward keeps its terms.
 
-    A float of a subclass is returned unchanged, so that a WeightedReward keeps its terms.
     Raises ConfigError unless there is one number per completion.
     """
     try:
@@ -111,14 +110,13 @@ def numbers_of(reward_fn: RewardFunction, rewards: Any, num_completions: int) ->
 
 
 def name_of(reward_fn: RewardFunction) -> str:
-    """Return the function's name for messages."""
     return str(getattr(reward_fn, "__name__", type(reward_fn).__name__))
 
 
 def is_async(reward_fn: RewardFunction) -> bool:
     """Return whether the function, or its `__call__`, is declared `async def`.
 
-    Other functions may also return an awaitable, such as a WeightedRewards with an async function.
+    A function declared otherwise can still return an awaitable. WeightedRewards is an example.
     """
     call = getattr(reward_fn, "__call__", None)  # noqa: B004 - its kind is asked for
     return inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)

@@ -1,9 +1,10 @@
 """Errors of reward functions, and log messages about these errors and about slow calls.
 
-Used by RewardRunner, `trainer_hooks.rewards.process`, RewardProcesses and VerlReward. The producer
-and `evaluate` catch RewardFailed, `rollout train` RewardFunctionError. The environments'
-`trainer_hooks.environments.faults` uses FailureLog. `trainer_hooks.producer.groups` uses
-`is_power_of_ten`.
+Used by the modules `adapters`, `process`, `processes` and `runner` of `trainer_hooks.rewards`.
+`trainer_hooks.producer.groups` and `trainer_hooks.evaluation` catch RewardFailed.
+`trainer_hooks.train.hydra_job` catches RewardFunctionError. `trainer_hooks.environments.faults`
+uses FailureLog. `trainer_hooks.producer.group_pool` and `trainer_hooks.producer.groups` use the
+helper functions.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ _log = logging.getLogger(__name__)
 
 
 class RewardFailed(RolloutError):
-    """A reward function raised, took too long, or its process died."""
+    """A reward function raised an error or took too long, or its process died."""
 
 
 class RewardCallStillRuns(RewardFailed):
-    """A call in a thread took too long. A thread cannot be ended, so its function still runs."""
+    """A call took too long in a thread, where it still runs because a thread cannot be ended."""
 
 
 class RewardProcessesClosed(RewardFailed):
-    """The processes were closed while a call was waiting. Its rewards are no longer needed."""
+    """The processes were closed while a call was waiting for a free process."""
 
 
 class RewardFunctionError(RolloutError):
-    """A reward function has never succeeded. The cause is its error, with its own traceback."""
+    """A reward function has never succeeded. The cause is the function's own error."""
 
 
 class RemoteTraceback(Exception):
-    """The traceback, as text, of an error in another process. Cause of the error raised here.
+    """The traceback of an error in another process, as text.
 
     `raised_at`: result of the function `raised_at` in that process.
     """
@@ -60,10 +61,7 @@ class RemoteTraceback(Exception):
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the type of `error` and the line that raised it, as text without the message.
-
-    Messages may differ with the data, so FailureLog compares errors by this text.
-    """
+    """Return the type of `error` and the line that raised it, as text without the message."""
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.raised_at
     frames = traceback.extract_tb(error.__traceback__)
@@ -72,7 +70,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def below_this_package(frames: TracebackType | None) -> TracebackType | None:
-    """Return the frames below the last frame of this package, or all if there is none below."""
+    """Return the frames below the last frame of this package, or all frames without any below."""
     part, below = frames, frames
     while part is not None:
         if part.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
@@ -87,15 +85,17 @@ def is_power_of_ten(count: int) -> bool:
 
 
 class FailureLog:
-    """Logs each distinct error once, with its traceback, and then its count at 10, 100, ..."""
+    """Logs each distinct error with its traceback the first time, then its count at 10, 100, ...
+
+    `subject`: text that names the failing function, such as "reward function score".
+    """
 
     def __init__(self, subject: str) -> None:
-        """`subject`: text that names the failing function, such as "reward function score"."""
         self._subject = subject
         self._counts: Counter[str] = Counter()
 
     def add(self, error: BaseException) -> None:
-        """Count `error` and log it if due. Errors of one type from one line count as one."""
+        """Count `error` and log it if due. Errors of one type from one line count as one error."""
         place = raised_at(error)
         self._counts[place] += 1
         count = self._counts[place]
@@ -113,16 +113,20 @@ class FailureLog:
 
 
 class SlowCallWarnings:
-    """Logs warnings of slow calls while they run, so that a call that hangs is noticed."""
+    """Logs a warning when a call has run for `after_s` seconds. None logs no warnings.
+
+    `name`: name of the reward function.
+    """
 
     def __init__(self, name: str, after_s: float | None) -> None:
-        """`name`: of the function. `after_s`: seconds before the first warning; None for none."""
         self._name, self._after_s = name, after_s
 
     @contextmanager
     def watch(self, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-        """Warn after `after_s` while the block, a call of the function, runs; then at each doubled
-        time. Warnings show the first prompt and completion.
+        """Return a context for a call of the function, in which warnings are logged.
+
+        The first warning comes after `after_s` seconds, and others at each doubled time. Warnings
+        show the first sample.
         """
         loop, timer = asyncio.get_running_loop(), None
 
@@ -145,6 +149,5 @@ class SlowCallWarnings:
 
 
 def _shown(values: Sequence[Any]) -> str:
-    """Return the first value as text, shortened."""
     text = repr(values[0]) if len(values) else "none"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,6 +1,6 @@
 """CallLimiter: limits how many calls run at a time, over all event loops and threads.
 
-Used by RewardRunner for its thread, by RewardProcesses for its processes, and by
+Used by `trainer_hooks.rewards.runner`, `trainer_hooks.rewards.processes` and
 `trainer_hooks.environments.python_tool`.
 """
 
@@ -17,8 +17,8 @@ Permit = asyncio.Future[None]  # done once it is granted
 class CallLimiter:
     """A semaphore of `num_calls` permits, granted in the order of `acquire`.
 
-    asyncio's semaphores serve only the event loop that first waited for them. This one serves all
-    loops, and a thread that outlives the caller and the caller's loop may release a permit.
+    Unlike asyncio's semaphores, it serves all event loops, and any thread can release a permit,
+    even after the caller's loop was closed.
     """
 
     def __init__(self, num_calls: int) -> None:
@@ -43,7 +43,7 @@ class CallLimiter:
         return permit
 
     def release(self, permit: Permit) -> None:
-        """Release `permit`, or drop it if not granted yet. Any thread may call it, even twice."""
+        """Release `permit`, or cancel it if it waits. Any thread may call this, even twice."""
         with self._lock:
             self._granted.discard(permit)
             if permit in self._waiting:

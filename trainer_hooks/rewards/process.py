@@ -1,6 +1,7 @@
-"""python -m trainer_hooks.rewards.process: a child process that computes rewards.
+"""The program of a child process that computes rewards.
 
-Started by RewardProcesses alone. It reads calls from a pipe and writes results to it.
+`trainer_hooks.rewards.processes` starts it as python -m trainer_hooks.rewards.process. The program
+reads calls from a pipe and writes results to the pipe.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from trainer_hooks.rewards.failures import RemoteTraceback, RewardFailed
 
 
 def serve(pipe: Connection, reward_fn: RewardFunction) -> None:
-    """Call `reward_fn` with each pair of arguments from the pipe until the parent closes it.
+    """Call `reward_fn` with each pair of arguments from the pipe until the parent closes the pipe.
 
-    Replies are triples: the rewards or None, the error or None, and its traceback or None.
+    A reply is a triple of the rewards, the error and the error's traceback. Missing parts are None.
     """
     pipe.send("ready")
     while True:

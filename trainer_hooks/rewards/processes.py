@@ -1,7 +1,8 @@
 """RewardProcesses: processes that compute rewards, replaced when they die or take too long.
 
-Used by RewardRunner with `workers`. RewardRunner and BatchedReward run blocking calls in threads
-by `in_thread`.
+Used by `trainer_hooks.rewards.runner`. `trainer_hooks.rewards.reward_model` and
+`trainer_hooks.train.main` use `in_thread`. RewardProcesses starts and kills child processes. Calls
+run in threads.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ Watch = Callable[[], AbstractContextManager[None]]
 
 
 def in_thread(work: Callable[[], Result], name: str = "reward") -> asyncio.Future[Result]:
-    """Run `work` in a daemon thread `name`, which does not delay the program's exit.
+    """Run `work` in a daemon thread `name`, and return a future of its result or error.
 
-    Returns a future of its result or error. A StopIteration becomes a RewardFailed, since a future
-    cannot hold it.
+    The thread does not delay the program's exit. A StopIteration becomes a RewardFailed.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
@@ -48,7 +48,7 @@ def in_thread(work: Callable[[], Result], name: str = "reward") -> asyncio.Futur
         outcome: tuple[Result | None, BaseException | None]
         try:
             outcome = work(), None
-        except StopIteration as error:
+        except StopIteration as error:  # a future cannot hold it
             failure = RewardFailed(f"StopIteration: {error}")
             failure.__cause__ = error
             outcome = None, failure
@@ -64,8 +64,8 @@ def in_thread(work: Callable[[], Result], name: str = "reward") -> asyncio.Futur
 class RewardProcesses:
     """Up to `num_workers` processes that call one function, each started when it is first needed.
 
-    They are spawned, so they must be able to import the function. A program that defines the
-    function itself must guard its start by `if __name__ == "__main__":`.
+    The processes are spawned, so they must be able to import the function. A program that defines
+    the function itself must guard its start by `if __name__ == "__main__":`.
     `num_replaced`: number of processes killed because their call failed or was cancelled.
     """
 
@@ -86,12 +86,12 @@ class RewardProcesses:
     ) -> Any:
         """Call the function in a process. Returns the result of `rewards_of` there.
 
-        `timeout_s`: limit on the call, without the start of a process; None for no limit.
+        `timeout_s`: limit on the call, without the start of a process. None means no limit.
         `watch`: returns a context for the call, entered when a process is free.
-        Raises ConfigError if the function does. Raises RewardFailed if the function raises another
-        error, with its traceback as the cause, if it takes too long and if its process dies. Raises
-        RewardProcessesClosed for calls that are waiting when the processes are closed.
-        The process of a call that takes too long or is cancelled is killed.
+        Kills the process of a call that takes too long or is cancelled.
+        Raises ConfigError if the function raises it. Raises RewardFailed if the function raises
+        another error, if it takes too long and if its process dies. Raises RewardProcessesClosed if
+        the processes are closed while the call waits for one.
         """
         permit = await self._limiter.acquire()
         try:
@@ -111,7 +111,7 @@ class RewardProcesses:
         try:
             rewards, error = await in_thread(lambda: worker.call(args, named, timeout_s))
         except BaseException:
-            # It may still compute, so no other call may get it.
+            # The process may still compute, so no other call may get it.
             worker.kill()
             self._workers.discard(worker)
             self.num_replaced += 1

@@ -1,7 +1,7 @@
 """Ready-made reward functions: length, format, and the verifiers of reasoning-gym.
 
-Used by users' training loops, by configs of the training job, which name them by path
-(conf/reward), and by examples/train_trl.py. They keep no state and write nothing.
+Used by users' training loops, by examples/train_trl.py, and by the configs of conf/reward, which
+name them by path. The functions keep no state and write nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LengthReward:
     """A reward function that penalises long completions.
 
     The reward is 0 up to `max_tokens` - `buffer_tokens` tokens, then falls linearly to -1 at
-    `max_tokens`.
+    `max_tokens` and stays there.
     Source: DAPO, "soft overlong punishment" (Yu et al. 2025), arXiv 2503.14476, eq. 13.
     """
 
@@ -41,11 +41,11 @@ class LengthReward:
 class FormatReward:
     """A reward function that returns 1 for a completion that matches `pattern` as a whole, else 0.
 
-    A dot in the pattern also matches a line break.
+    A dot in the pattern also matches a line break. Raises ConfigError for a pattern that is not a
+    regular expression.
     """
 
     def __init__(self, pattern: str = THINK_FORMAT) -> None:
-        """Raises ConfigError for a pattern that is not a regular expression."""
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
@@ -54,7 +54,6 @@ class FormatReward:
             ) from error
 
     def __call__(self, completions: Sequence[str]) -> list[float]:
-        """Return 1.0 or 0.0 per completion."""
         return [float(self._pattern.fullmatch(text) is not None) for text in completions]
 
 
@@ -66,8 +65,8 @@ def reasoning_gym_reward(
     """Return the score of each completion by the verifier of its reasoning-gym dataset, in [0, 1].
 
     `entry`: column of reasoning-gym entries, whose metadata names the dataset.
-    A completion without tokens has the score None.
-    Raises ConfigError if reasoning-gym is not installed.
+    A completion without tokens has the score None. Raises ConfigError if reasoning-gym is not
+    installed.
     """
     return [
         _verifier(own["metadata"]["source_dataset"])(completion, entry=own) if ids else None

@@ -1,7 +1,7 @@
 """BatchedReward and RewardModel: reward functions that score several groups in one batch.
 
-Used by users' training loops and job configs, as the function of a RewardRunner.
-Both score their batches in a thread.
+Used by users' training loops and job configs, as the function of a RewardRunner. Batches are scored
+in a thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ Score = Callable[[list[str], list[str]], Sequence[float]]
 
 
 class BatchedReward:
-    """Collects the samples of concurrent calls, and scores up to `batch_size` of them in one call
-    `score(prompts, completions)`.
+    """Collects the samples of concurrent calls and scores them in batches of up to `batch_size`.
 
-    A producer makes one call for each group. While a thread scores a batch, new calls wait for the
-    next batch. An instance serves one event loop.
+    A batch is scored by one call `score(prompts, completions)` in a thread. New calls meanwhile
+    wait for the next batch. An instance serves one event loop.
+    Raises ConfigError for a `batch_size` below 1.
     """
 
     def __init__(self, score: Score, batch_size: int) -> None:
-        """Raises ConfigError for a `batch_size` below 1."""
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self._score, self._batch_size = score, batch_size
@@ -39,8 +38,8 @@ class BatchedReward:
     async def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
         """Return one number per completion.
 
-        Raises ConfigError if `score` did not return one number per sample of a batch. An error of
-        `score` is raised by each call that has a sample in the batch.
+        Raises ConfigError if `score` did not return one number per sample of a batch. Each call
+        that has a sample in a batch raises the error that `score` raised for it.
         """
         loop = asyncio.get_running_loop()
         own: list[asyncio.Future[float]] = [loop.create_future() for _ in completions]
@@ -57,7 +56,6 @@ class BatchedReward:
                 future.cancel()
 
     async def _score_next(self) -> None:
-        """Score the next batch and set the results, or the error, of its futures."""
         batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
         prompts, completions = [item[0] for item in batch], [item[1] for item in batch]
         futures = [item[2] for item in batch]
@@ -68,7 +66,7 @@ class BatchedReward:
         except asyncio.CancelledError:  # other callers of the batch still wait
             self._waiting = batch + self._waiting
             raise
-        except Exception as error:  # `score` may raise anything; each caller gets it
+        except Exception as error:  # `score` may raise anything, for each caller
             for future in futures:
                 if not future.done():
                     future.set_exception(error)
@@ -83,12 +81,12 @@ class RewardModel(BatchedReward):
     """Scores completions by a transformers sequence-classification model with one label.
 
     The model reads each prompt's text followed by the completion's.
-    `path`: Hugging Face directory with the model and its tokenizer. `max_tokens`: longer texts are
-    cut at their beginning; None cuts no text.
+    `path`: Hugging Face directory with the model and its tokenizer.
+    `max_tokens`: longer texts lose their beginning. None cuts no text.
+    Raises ConfigError unless `path` has a tokenizer and a model with one label.
     """
 
     def __init__(self, path: str, batch_size: int = 16, max_tokens: int | None = None) -> None:
-        """Raises ConfigError unless `path` has a tokenizer and a model with one label."""
         with extra_needed("hf", "RewardModel"):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         super().__init__(self._logits, batch_size)

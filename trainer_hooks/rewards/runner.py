@@ -1,7 +1,8 @@
 """RewardRunner: calls a reward function without blocking the event loop.
 
-Used by users' training loops, `trainer_hooks.train.task`, AsyncRolloutProducer and `evaluate`; the
-calls come from `score_rollouts`. It starts threads or, with `workers`, processes, and logs errors.
+Used by users' training loops, `trainer_hooks.train.task`, `trainer_hooks.producer` and
+`trainer_hooks.evaluation`. `trainer_hooks.rewards.scoring` calls its `score_or_raise`. A
+RewardRunner starts threads or, with `workers`, processes, and logs errors.
 """
 
 from __future__ import annotations
@@ -43,23 +44,24 @@ WARN_AFTER_S = 60.0
 class RewardRunner:
     """Scores completions by `reward_fn(prompts, completions, completion_ids, **columns)`.
 
-    An async function is awaited, any number of calls at a time. Any other function runs in a
-    thread, one call at a time, so it need not be thread-safe. With `workers` it runs in that many
-    spawned processes, which are replaced when they die.
-    `timeout_s`: limit on a call in seconds; None for no limit. A thread cannot be ended. If its
-    caller is cancelled, the next call waits until the function returns, for at most `timeout_s`. If
-    a call takes too long, its result is dropped and the next call begins while it still runs, so
-    that a call that hangs does not block all others.
+    An async function is awaited, any number of calls at a time. A plain function runs in a thread,
+    one call at a time, so it need not be thread-safe. With `workers`, a plain function runs in that
+    many spawned processes, which are replaced when they die.
+    `timeout_s`: limit on a call in seconds. None means no limit. A thread cannot be ended, so a
+    call beyond the limit keeps running there. Its result is dropped and the next call begins. After
+    a cancelled call, the next call waits until the function returns, for at most `timeout_s`.
     `max_attempts`: number of calls with the same completions before a score counts as failed. A
     call that still runs in a thread is not repeated.
-    `max_first_failures`: if this many scores fail before any has succeeded, the function itself is
-    at fault, and RewardFunctionError is raised. Each distinct error is logged with its traceback
-    the first time, and briefly at its 10th, 100th, ... time.
-    `warn_after_s`: seconds after which a running call is named in the log, with its first sample,
-    and again at each doubled time. None for no warnings.
+    `max_first_failures`: RewardFunctionError is raised if this many scores fail before any has
+    succeeded. Each distinct error is logged with its traceback the first time, and briefly at its
+    10th, 100th, ... time.
+    `warn_after_s`: seconds after which a running call is logged with its first sample, and again at
+    each doubled time. None means no warnings.
     `num_failed_calls`, `last_error`: number of attempts that failed, and the latest error or None.
-    A runner serves one event loop after another, and without workers several at once. `close` it,
-    or use it in a `with` block, to end its processes.
+    A runner serves one event loop after another. Without `workers` it serves several at once.
+    `close` or a `with` block ends its processes.
+    Raises ConfigError for numbers out of range, and with `workers` for a function that is async or
+    cannot be pickled.
     """
 
     def __init__(
@@ -72,9 +74,6 @@ class RewardRunner:
         max_first_failures: int = 3,
         warn_after_s: float | None = WARN_AFTER_S,
     ) -> None:
-        """Raises ConfigError for numbers out of range, and with `workers` for a function that is
-        async or cannot be pickled.
-        """
         check_value("workers", workers, NonNegativeInt, ConfigError)
         check_value("timeout_s", timeout_s, PositiveSeconds | None, ConfigError)
         check_value("max_attempts", max_attempts, PositiveInt, ConfigError)
@@ -103,10 +102,11 @@ class RewardRunner:
     ) -> list[float]:
         """Return one reward per completion, NaN where the function returned None, NaN or infinity.
 
-        If every attempt raised or took too long, all rewards are NaN and `last_error` is the
-        reason. `columns`: one value per completion each. Raises ConfigError if the function needs
-        another column, or does not return one number per completion: such a mistake is not a failed
-        rollout. Raises RewardFunctionError for a function that has never succeeded.
+        All rewards are NaN if every attempt raised or took too long. `last_error` is then the
+        reason.
+        `columns`: lists with one value per completion.
+        Raises ConfigError if the function needs another column, or does not return one number per
+        completion. Raises RewardFunctionError for a function that has never succeeded.
         """
         try:
             return await self.score_or_raise(prompts, completions, completion_ids, columns)
@@ -122,8 +122,8 @@ class RewardRunner:
     ) -> list[float]:
         """Return the rewards as `score` does, or raise RewardFailed if all attempts failed.
 
-        The last attempt's error is its cause. With `workers`, calls that wait when the runner is
-        closed raise RewardProcessesClosed, a RewardFailed. Raises the other errors of `score`, too.
+        The cause is the last attempt's error. With `workers`, a call that waits when the runner is
+        closed raises RewardProcessesClosed, a RewardFailed. The other errors are those of `score`.
         """
         args, named = arguments_for(self._reward_fn, prompts, completions, completion_ids, columns)
         watch = partial(self._slow.watch, prompts, completions)
@@ -154,7 +154,6 @@ class RewardRunner:
     def _failed_score(
         self, error: Exception, num_attempts: int
     ) -> RewardFailed | RewardFunctionError:
-        """Return the error for a score whose attempts all failed, the last one with `error`."""
         name = name_of(self._reward_fn)
         if not self._has_succeeded:
             self._num_first_failures += 1
@@ -168,7 +167,6 @@ class RewardRunner:
         return RewardFailed(f"{name} failed in {num_attempts} attempts: {error!r}")
 
     def _opened_processes(self) -> RewardProcesses | None:
-        """Return the processes, or None if the function runs in this process."""
         if self._num_workers and self._processes is None:
             self._processes = RewardProcesses(self._reward_fn, self._num_workers)
         return self._processes
@@ -180,7 +178,6 @@ class RewardRunner:
         named: dict[str, Any],
         watch: Watch,
     ) -> Any:
-        """Run one attempt. `watch` returns the context in which the function is called."""
         if processes is not None:
             return await processes.call(args, named, self._timeout_s, watch)
         if is_async(self._reward_fn):
@@ -194,7 +191,6 @@ class RewardRunner:
             return await self._in_time(result)
 
     async def _in_thread(self, args: tuple[Any, ...], named: dict[str, Any], watch: Watch) -> Any:
-        """Call the function in a thread. Raises RewardCallStillRuns when its time is up."""
         permit, has_ended = await self._limiter.acquire(), threading.Event()
 
         def work() -> Any:
@@ -232,7 +228,7 @@ class RewardRunner:
             raise RewardFailed(f"no reward within {self._timeout_s} s") from error
 
     def close(self) -> None:
-        """End the processes. May be called twice. A later call starts new processes."""
+        """End the processes. May be called twice. Scoring afterwards starts new processes."""
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.close()
@@ -262,7 +258,7 @@ def _check_picklable(reward_fn: RewardFunction) -> None:
 def as_runner(
     reward_fn: RewardFunction | RewardRunner | None,
 ) -> tuple[RewardRunner | None, bool]:
-    """Return a runner, or None for None, and whether it is new and the caller must close it."""
+    """Return a runner (None for None), and whether it is new, so that the caller must close it."""
     if reward_fn is None or isinstance(reward_fn, RewardRunner):
         return reward_fn, False
     return RewardRunner(reward_fn), True

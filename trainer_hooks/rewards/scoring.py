@@ -1,6 +1,7 @@
-"""score_rollouts: the rewards of the samples of one prompt.
+"""score_rollouts: computes the rewards of the samples of one prompt.
 
-Used by the producer's GroupMaker and by `evaluate`.
+Used by `trainer_hooks.producer.groups` and `trainer_hooks.evaluation`. `trainer_hooks.evaluation`
+and `trainer_hooks.train.no_signal` use `completion_of`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ async def score_rollouts(
 ) -> list[float]:
     """Return one reward per rollout. Failed rollouts get NaN without a call of the function.
 
-    A reward is the rollout's own, the function's result, or the sum of both.
-    `reward`: None if the rollouts have rewards of their own. Completions are those of
-    `completion_of`. The function gets the columns `is_truncated`, the prompt's and the rollouts'. A
-    rollout without a column has the prompt's value of it, or None.
-    Raises ConfigError for a rollout without any reward, for a term that the function and the
-    rollout both have, and the errors of RewardRunner.score_or_raise.
+    A reward is the rollout's own reward, the function's result, or the sum of both.
+    `reward`: runner of the function, or None if the rollouts have rewards of their own.
+    The function gets the completions of `completion_of`, and as columns `is_truncated`, the
+    prompt's columns and the rollouts' columns. If a rollout lacks a column that another rollout
+    has, the value is the prompt's, or None.
+    Raises ConfigError for a rollout without any reward, and for a term that both the function and
+    the rollout have. Raises the errors of RewardRunner.score_or_raise.
     """
     rewards = [math.nan] * len(rollouts)
     valid = [i for i, each in enumerate(rollouts) if each.succeeded() and not _is_nan(each.reward)]
@@ -67,7 +69,6 @@ def _columns(item: PromptItem, rollouts: Sequence[Rollout]) -> dict[str, list[An
 
 
 def _total(rollout: Rollout, score: float | None) -> float:
-    """Return the sum of the rollout's own reward and the function's `score`, with both's terms."""
     if score is None and rollout.reward is None:
         raise ConfigError(
             "a rollout has no reward: there is no reward function, and the rollout_fn returned a "
@@ -87,9 +88,10 @@ def _total(rollout: Rollout, score: float | None) -> float:
 
 
 def completion_of(rollout: Rollout, tokenizer: Tokenizer | None) -> str | list[int]:
-    """Return the completion of all turns, with tool output, as text.
+    """Return the completion of all turns, with tool output, as text or token ids.
 
-    Without a tokenizer, returns token ids, unless the rollout is one request that has its text.
+    The completion is text if there is a tokenizer, or if the rollout is one request that has its
+    text.
     """
     if len(rollout.requests) == 1 and rollout.requests[0].generated_text is not None:
         return rollout.requests[0].generated_text

@@ -1,4 +1,4 @@
-"""Reward functions that compare a completion with the column `answer`: as texts, or as numbers.
+"""Reward functions that compare a completion with the column `answer`, as texts or as numbers.
 
 Used by users' training loops, and by configs such as conf/reward/text_match.yaml, which name them
 by path.
@@ -27,9 +27,9 @@ _PartialCredit = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
 def exact_match_reward(
     completions: Sequence[str], answer: Sequence[str], is_truncated: Sequence[bool]
 ) -> list[float]:
-    """Return 1 for a completion that equals its answer, apart from surrounding white space, else 0.
+    """Return 1 for a completion that equals its answer, else 0. A truncated completion gets 0.
 
-    A truncated completion gets 0.
+    White space around both texts is ignored.
     """
     rows = zip(completions, answer, is_truncated, strict=True)
     return [float(not cut and text.strip() == right.strip()) for text, right, cut in rows]
@@ -56,18 +56,19 @@ class NumberReward:
         reward = partial_credit * max(0, 1 - |x - y| / max(|x|, |y|))    otherwise
 
     A completion without a number gets 0. A truncated completion gets 0, so that the policy learns
-    to end. Numbers may have a sign, commas between thousands, decimals and an exponent: 1,700 and
-    1.7e3 are equal.
+    to end. Numbers may have a sign, commas between thousands, decimals and an exponent. For
+    example, 1,700 equals 1.7e3.
 
-    The partial credit spreads the rewards of a group whose answers are all wrong. Without it a
-    small model that rarely answers right would have nothing to learn from.
+    The partial credit spreads the rewards of a group whose answers are all wrong. Without partial
+    credit, a small model that is rarely right has nothing to learn from.
 
     partial_credit: upper bound of a wrong answer's reward, in [0, 1). With 0 only right answers are
         rewarded.
+
+    Raises ConfigError for a `partial_credit` out of range.
     """
 
     def __init__(self, partial_credit: float = 0.5) -> None:
-        """Raises ConfigError for a `partial_credit` out of range."""
         self._partial_credit: float = check_value(
             "partial_credit", partial_credit, _PartialCredit, ConfigError
         )
@@ -78,10 +79,7 @@ class NumberReward:
         answer: Sequence[str | float],
         is_truncated: Sequence[bool],
     ) -> list[float]:
-        """Return one number in [0, 1] per completion.
-
-        Raises ConfigError for an answer without a number.
-        """
+        """Return rewards in [0, 1]. Raises ConfigError for an answer without a number."""
         rows = zip(completions, answer, is_truncated, strict=True)
         return [0.0 if cut else self._score(text, wanted) for text, wanted, cut in rows]
 
@@ -98,25 +96,24 @@ class NumberReward:
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number in `text`, or None if it has none."""
+    """Return the last number in `text`, or None if there is none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def _closeness(x: float, y: float) -> float:
-    """Return max(0, 1 - |x - y| / max(|x|, |y|)). Numbers too large for a float are not close."""
     largest = max(abs(x), abs(y))
     return max(0.0, 1.0 - abs(x - y) / largest) if 0.0 < largest < math.inf else 0.0
 
 
 def similarity(first: str, second: str) -> float:
-    """Return 1 - Levenshtein distance / length of the longer text; 1 for two empty texts."""
+    """Return 1 - Levenshtein distance / length of the longer text. Two empty texts have 1."""
     longest = max(len(first), len(second))
     return 1.0 - edit_distance(first, second) / longest if longest else 1.0
 
 
 def edit_distance(first: str, second: str) -> int:
-    """Return the least number of insertions, deletions and replacements from one to the other.
+    """Return the least number of insertions, deletions and replacements between two texts.
 
     Source: Wagner and Fischer 1974, "The String-to-String Correction Problem".
     """

@@ -1,9 +1,9 @@
 """`rollout train`: a whole training job, its configs, the files of a run and its report.
 
-`command` is the program, `main` runs its job and `job` holds its settings. `learner` is one
-training step, `task` the data and rewards, `report` the HTML page of a run. Users' training loops
-may use the dashboard without the rest. Examples and benchmarks use `job`, `task` and `warm_up`. No
-other part of trainer_hooks imports this package.
+`command` is the program, `main` runs the job and `job` holds its settings. `learner` does a
+training step, `task` has data and rewards, and `report` makes a run's HTML page. Examples and
+benchmarks use `job`, `task` and `warm_up`. Users' training loops can import Dashboard and
+`watch_step`. No other part of trainer_hooks imports this package.
 """
 
 from typing import Any as _Any

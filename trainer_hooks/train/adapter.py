@@ -1,7 +1,7 @@
-"""The LoRA adapter of a job: a PEFT model over the base weights that its engines started from.
+"""Makes or loads the LoRA adapter of a job, as a PEFT model over the base weights.
 
-Used by `trainer_hooks.train.main` to create an adapter, and by `trainer_hooks.train.learner` to
-load one from a checkpoint. It only reads files.
+`trainer_hooks.train.main` makes a new adapter. `trainer_hooks.train.learner` loads one from a
+checkpoint. Files are only read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from trainer_hooks.train.settings import LoraSettings
 
 
 def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
-    """Return a PEFT model over the model in `base`, with a new adapter.
-
-    The new adapter does not change the model's outputs yet.
-    Raises ConfigError if PEFT is missing, and for layers that the model does not have.
-    """
+    """Return a PEFT model over the model in `base`, with a new adapter, which changes no outputs
+    yet. Raises ConfigError if PEFT is missing, and for layers that the model lacks."""
     peft = _peft()
     own = asdict(settings)
     config = peft.LoraConfig(
@@ -39,9 +36,7 @@ def new_adapter(base: Path | str, settings: LoraSettings) -> Any:
 
 def load_adapter(base: Path | str, checkpoint: Path, settings: LoraSettings) -> Any:
     """Return a trainable PEFT model over the model in `base`, with the adapter in `checkpoint`.
-
-    Raises ConfigError if PEFT is missing, or if the checkpoint's adapter does not match `settings`.
-    """
+    Raises ConfigError if PEFT is missing or the checkpoint's adapter does not match `settings`."""
     peft = _peft()
     if not (checkpoint / "adapter_config.json").exists():
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Charts of text cells for a terminal: a curve, a histogram, a bar of shares, a table of engines.
+"""Charts of text characters for a terminal: curves, histograms, bars of shares, tables of engines.
 
-Used by `trainer_hooks.train.dashboard`. Only EngineRates keeps state.
+Used by `trainer_hooks.train.dashboard`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout.control.state import EngineState
 from trainer_hooks.metrics.histogram import NUM_BINS
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_RATE_WINDOW = 8  # latest reports of an engine, from which its rate is computed
+_RATE_WINDOW = 8  # most reports of an engine from which its rate is computed
 _KV_BAR_WIDTH = 10
 _SHARE_STYLES = {
     "generate": "green",
@@ -37,15 +37,13 @@ _GAP = "   "
 
 
 def curve_lines(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return `values` as columns of block characters: `height` lines of `width` cells, with a
-    scale.
-
-    With more values than cells, each cell is a mean; with fewer, a value takes several cells.
-    """
+    """Return `values` as `height` lines of block characters, `width` cells wide, with a scale. If
+    there are more values than cells, a cell shows a mean. If there are fewer, a value fills several
+    cells."""
     cells = _resample(values, width)
     low, high = min(cells), max(cells)
     span = (high - low) or 1.0
-    # The lowest value still gets an eighth of a cell, unlike a missing value.
+    # The lowest value is drawn as an eighth of a cell.
     levels = [1 + round((value - low) / span * (8 * height - 1)) for value in cells]
     lines = []
     for row in reversed(range(height)):
@@ -65,11 +63,8 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
-    """Return one line per bin with its value, a bar and its share.
-
-    `counts`: count of each bin. If there are more than `num_lines` bins, the last line counts all
-    further ones.
-    """
+    """Return one line per bin with its value, a bar and its share. `counts` has the count of each
+    bin. If there are more than `num_lines` bins, the last line counts all further bins."""
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(justify="right")
     table.add_column(ratio=1)
@@ -92,7 +87,8 @@ def histogram_table(counts: Mapping[int, int], num_lines: int) -> Table:
 
 
 def share_bar(shares: Mapping[str, float], width: int, least: float = 0.005) -> RenderableType:
-    """Return a bar of `width` cells and its legend: shares of `least` or more, largest first."""
+    """Return a bar of `width` cells with a legend. It shows shares of `least` or more, largest
+    first."""
     present = [(name, share) for name, share in shares.items() if share >= least]
     ordered = sorted(present, key=lambda item: -item[1])
     bar, pieces = Text(no_wrap=True, overflow="crop"), []
@@ -105,7 +101,8 @@ def share_bar(shares: Mapping[str, float], width: int, least: float = 0.005) -> 
 
 
 def flowed(pieces: Sequence[Text], width: int) -> Text:
-    """Return the texts three spaces apart, in lines of up to `width` cells. No text is broken."""
+    """Return the texts with three spaces between them, in lines of up to `width` cells. No text is
+    broken."""
     lines: list[Text] = []
     for piece in pieces:
         if lines and lines[-1].cell_len + len(_GAP) + piece.cell_len <= width:
@@ -116,7 +113,7 @@ def flowed(pieces: Sequence[Text], width: int) -> Text:
 
 
 def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
-    """Return each share's number of cells. The running sum is rounded, so the total is right."""
+    """Return the number of cells of each share, rounded so that their sum is right."""
     counts, running, drawn = [], 0.0, 0
     for share in shares:
         running += share
@@ -126,7 +123,7 @@ def _cell_counts(shares: Sequence[float], width: int) -> list[int]:
 
 
 class EngineRates:
-    """Computes the tokens per second of each engine over its latest _RATE_WINDOW reports."""
+    """Computes the tokens per second of each engine from its latest reports."""
 
     def __init__(self) -> None:
         self._reports: dict[str, deque[tuple[float, int]]] = {}
@@ -139,7 +136,7 @@ class EngineRates:
         reports.append((now_s, stats.num_sampled_tokens))
 
     def tokens_per_s(self, name: str) -> float | None:
-        """Return the sampled tokens per second of an engine; None before its second report."""
+        """Return the sampled tokens per second of an engine, or None before its second report."""
         reports = self._reports.get(name)
         if not reports or reports[-1][0] == reports[0][0]:
             return None
@@ -150,10 +147,8 @@ class EngineRates:
 def engine_table(
     engines: Mapping[str, EngineStats], rates: EngineRates, num_lines: int | None = None
 ) -> Table:
-    """Return one line per engine: its state, requests, use of the KV cache, and rate.
-
-    `num_lines`: engines shown before a line that counts the others; None shows all.
-    """
+    """Return one line per engine with its state, requests, use of the KV cache, and rate. If
+    `num_lines` is given, a last line counts the engines that are not shown."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("engine", "state", "requests", "waiting", "KV cache", "tokens/s", "version"):
         is_text = column in ("engine", "state", "KV cache")

@@ -1,10 +1,8 @@
-"""Turns configs into objects: frozen dataclasses from nested mappings, functions from import paths.
+"""Converts configs to objects: nested mappings to frozen dataclasses, import paths to functions.
 
-Used by `trainer_hooks.train.hydra_job`, `trainer_hooks.train.overrides`,
-`trainer_hooks.train.override_help`, `trainer_hooks.train.main`, `trainer_hooks.train.run_files`,
-`trainer_hooks.train.task`, `trainer_hooks.train.prompts` and `trainer_hooks.train.learner`. The
-error for an unknown key gives our name for a key of another system, such as TRL, verl or vLLM, or
-the nearest valid key. `import_object` may append the working directory to sys.path.
+Used by `trainer_hooks.train` (hydra_job, overrides, override_help, main, run_files, task, prompts,
+learner) and by scripts/settings_pages.py. `import_object` appends the working directory to
+sys.path.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ T = TypeVar("T")
 
 
 def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: str = "") -> T:
-    """Return `kind(**values)`; a field that is itself a dataclass takes a nested mapping.
+    """Return `kind(**values)`. A field that is a dataclass takes a nested mapping.
 
         settings = load_dataclass(JobSettings, hydra.compose("train"))
 
-    `path`: position of `values` in the whole config, for error messages.
-    Raises ConfigError for an unknown key (`unknown_key_error`), for a missing key and for a value
-    of another type. Errors that `kind` raises pass through.
+    `path` is the position of `values` in the whole config, for error messages. Raises ConfigError
+    for an unknown key, a missing key and a value of another type. Errors that `kind` raises pass
+    through.
     """
     if isinstance(values, DictConfig):
         try:
@@ -54,13 +52,13 @@ def load_dataclass(kind: type[T], values: Mapping[str, Any] | DictConfig, path: 
 
 
 def dataclass_by_name(kind: Any) -> type | None:
-    """Return the dataclass in a type `Mapping[str, dataclass]`; None for any other type."""
+    """Return the dataclass in a type `Mapping[str, dataclass]`, or None for any other type."""
     is_mapping = typing.get_origin(kind) is Mapping
     return dataclass_of(typing.get_args(kind)[1]) if is_mapping else None
 
 
 def dataclass_of(kind: Any) -> type | None:
-    """Return `kind` if it is a dataclass, or the dataclass in `X | None`; else None."""
+    """Return `kind` if it is a dataclass, or the dataclass in `X | None`, else None."""
     options = typing.get_args(kind) if is_union(kind) else (kind,)
     found = (o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o))
     return next(found, None)
@@ -98,12 +96,9 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
 
 
 def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
-    """Return the error for a key that does not exist below `path`.
-
-    `known`: the keys that exist there, with their types.
-    The message gives our name for another system's key, else the same key one level below, else the
-    nearest key, else all keys.
-    """
+    """Return the error for a key that does not exist below `path`. `known` has the types of the
+    keys that exist there. The message proposes our name for another system's key, such as TRL's.
+    Otherwise it proposes the same key one level below, the nearest key, or all keys."""
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
     parts = {name: dataclass_of(inner) for name, inner in known.items()}
@@ -120,8 +115,8 @@ def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> Con
 
 
 def as_plain(value: Any) -> Any:
-    """Return a loaded config as mappings, lists, numbers and text; an enum as its value, any other
-    object as its repr."""
+    """Return a loaded config as mappings, lists, numbers and text. An enum becomes its value, any
+    other object its repr."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: as_plain(getattr(value, name)) for name in field_types(type(value))}
     if isinstance(value, Mapping):
@@ -134,7 +129,8 @@ def as_plain(value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` converted to `kind`, such as a mapping to a dataclass. Raises ConfigError."""
+    """Return `value` converted to `kind`, for example a mapping to a dataclass. Raises
+    ConfigError."""
     part = dataclass_of(kind)
     if part is not None and isinstance(value, Mapping):
         return _load(part, value, path)
@@ -147,7 +143,6 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _first_leaf(name: str, value: Any) -> str:
-    """Return the dotted key of the first value below `name`."""
     while isinstance(value, Mapping) and value:
         inner, value = next(iter(value.items()))
         name = f"{name}.{inner}"
@@ -159,8 +154,8 @@ def _is_left_open(value: Any) -> bool:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks, such
-    as an enum."""
+    """Return whether a plain value fits `kind`. Any value fits a type that YAML lacks, such as an
+    enum."""
     origin = typing.get_origin(kind)
     if is_union(kind):
         return any(_fits(option, value) for option in typing.get_args(kind))
@@ -178,7 +173,6 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _described(kind: Any, path: str) -> str:
-    """Return the values that the type of the key `path` allows, in words."""
     if is_union(kind):
         return " or ".join(_described(option, path) for option in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
@@ -209,13 +203,10 @@ def _join(path: str, name: str) -> str:
 
 
 def import_object(path: str, setting: str) -> Any:
-    """Return the object that a path "package.module:name" names.
-
-    `setting`: config key that holds the path, for errors.
-    The working directory is searched, too: it is appended to sys.path if it is not there yet.
-    Raises ConfigError for a path without a colon, and for a missing module or name. An error inside
-    the module passes through.
-    """
+    """Return the object at `path`, such as "package.module:name". `setting` is the config key of
+    the path, for errors. Appends the working directory to sys.path if it is missing there. Raises
+    ConfigError for a path without a colon, and for a missing module or name. An error inside the
+    module passes through."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{setting}={path} is not an import path; give package.module:name")
@@ -229,7 +220,7 @@ def import_object(path: str, setting: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # For a module that it imports in turn, the traceback says more.
+        # The traceback says more if the module was found and imports a missing one.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(
@@ -248,12 +239,10 @@ def import_object(path: str, setting: str) -> Any:
 
 
 def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
-    """Return the function at `path` with the arguments `options` bound.
-
-    If `path` names a class, returns an instance made with `options`.
-    `setting`: config key whose subkeys `path` and `options` hold them, for errors.
-    Raises ConfigError for a path that names nothing callable, and for options that it refuses.
-    """
+    """Return the function at `path` with the arguments `options` bound. If `path` names a class,
+    return an instance made with `options`. `setting` is the config key above `path` and `options`,
+    for errors. Raises ConfigError for a path that names nothing callable, and for options that the
+    function does not accept."""
     function = import_object(path, f"{setting}.path")
     try:
         inspect.signature(function).bind_partial(**options)
@@ -269,11 +258,9 @@ def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
 
 
 def make_object(path: str, options: Mapping[str, Any], setting: str, *arguments: Any) -> Any:
-    """Call the class or function at `path` with `arguments` and `options`. Returns the result.
-
-    `setting` is as in `import_function`. Raises ConfigError for a path that names nothing, and for
-    a TypeError of the call, as for options that it does not accept.
-    """
+    """Call the class or function at `path` with `arguments` and `options`. Return the result.
+    `setting` is the config key above `path` and `options`, for errors. Raises ConfigError for a
+    path that names nothing, and if the call raises TypeError."""
     make = import_object(path, f"{setting}.path")
     try:
         return make(*arguments, **options)
@@ -396,7 +383,7 @@ _MEGATRON = {
     "global_batch_size": f"{_NUM_MINIBATCHES}, a number of parts,",
 }
 _ENGINE_FIELDS = field_types(InferenceConfig)
-# Names of vLLM and SGLang. Our names for their engine settings are in the section `engine`.
+# Names in vLLM and SGLang. Our names for their engine settings are in the section `engine`.
 _VLLM = {
     **{
         name: f"engine.{hint}"
@@ -410,7 +397,7 @@ _VLLM = {
     **{name: "num_engines" for name in ("dp", "dp_size", "data_parallel_size")},
     "num_return_sequences": _GROUP_SIZE,
 }
-# Names of many training scripts, in none of the systems above.
+# Names in other training scripts.
 _COMMON = {
     **{name: _NUM_STEPS for name in ("steps", "num_iters", "total_steps", "n_steps")},
     **{
@@ -439,11 +426,9 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON, "vLLM": _VLL
 
 
 def hint_for(key: str) -> str | None:
-    """Return a text with our name for `key` of another system; None if no system has it.
-
-    Leading sections of `key` are ignored, as in "algorithm.num_generations" and verl's
-    "actor_rollout_ref.actor.clip_ratio".
-    """
+    """Return a text with our name for `key` of another system, or None if no system has it. Leading
+    sections are ignored, as in "algorithm.num_generations" and
+    "actor_rollout_ref.actor.clip_ratio"."""
     names = key.removeprefix("actor_rollout_ref.").split(".")
     for start in range(len(names)):
         name = ".".join(names[start:])

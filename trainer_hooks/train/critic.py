@@ -1,6 +1,6 @@
-"""The critic of PPO, which estimates the value of a prefix. Used by `trainer_hooks.train.learner`.
+"""Critic: PPO's value model, which estimates the value of each prefix of a rollout.
 
-Shape letters: B rows, T positions, E hidden size.
+Used by `trainer_hooks.train.learner`. Shape letters: B rows, T positions, E hidden size.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from trainer_hooks import (
 from trainer_hooks.losses.advantages import whitened
 from trainer_hooks.train.job import CriticSettings
 
-Columns = dict[str, torch.Tensor]  # further [B, T] columns of a batch, by name
+Columns = dict[str, torch.Tensor]  # [B, T] tensors beside those of a batch, by name
 
 
 class Critic(nn.Module):
-    """A copy of the policy's trunk with a linear head that outputs the value of each prefix."""
+    """A copy of the policy's base model with a linear head that outputs the value of each
+    prefix."""
 
     def __init__(self, policy: PreTrainedModel, settings: CriticSettings) -> None:
         super().__init__()
@@ -36,10 +37,8 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Return values [B, T]. Column t is the value of the prefix before token t.
-
-        Column 0, which has no prefix, is equal to column 1.
-        """
+        """Return values [B, T]. Column t is the value of the prefix before token t. Token 0 has no
+        prefix, so column 0 repeats column 1."""
         hidden_BTE = self.trunk(input_ids=tokens_BT).last_hidden_state
         values_BT = self.head(hidden_BTE).squeeze(-1)
         return torch.cat([values_BT[:, :1], values_BT[:, :-1]], dim=1)
@@ -48,10 +47,8 @@ class Critic(nn.Module):
     def columns(
         self, batch: RolloutBatch, rewards_BT: torch.Tensor, update: UpdateSettings
     ) -> Columns:
-        """Return `advantages_BT`, whitened, and the old values and returns for the critic's loss.
-
-        `rewards_BT`: the reward of each token. `update`: gives the size of micro-batches.
-        """
+        """Return `advantages_BT` (whitened), `old_values_BT` and `returns_BT`. `rewards_BT` has the
+        reward of each token. `update` has the size of micro-batches."""
         old_values_BT = torch.zeros(batch.tokens_BT.shape)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):
             part = batch.select(rows)
@@ -72,7 +69,8 @@ class Critic(nn.Module):
     def accumulate_gradients(
         self, batch: RolloutBatch, columns: Columns, update: UpdateSettings
     ) -> dict[str, float]:
-        """Add the gradient of the value loss to the critic's parameters. Returns its metrics."""
+        """Add the gradient of the value loss to the critic's parameters. Return the loss's
+        metrics."""
         num_tokens = int(batch.mask_BT.sum())
         totals = dict.fromkeys(("vf_loss", "vf_clipfrac", "vpred_mean"), 0.0)
         for rows in split_micro_batches(batch.lengths_B, update.max_tokens):

@@ -1,7 +1,8 @@
-"""A live dashboard of a run in the terminal; plain lines where there is no terminal.
+"""A live dashboard of a training run in the terminal. If there is no terminal, it prints lines.
 
-Used by `trainer_hooks.train.main`, and by users' training loops, as the `console` of a
-MetricsLogger. `trainer_hooks.train.samples` sends it samples. It prints to a rich Console.
+Used by `trainer_hooks.train.main`, and by users' training loops, which pass a Dashboard to
+MetricsLogger as `console`. `trainer_hooks.train.samples` sends it samples. It prints to a rich
+Console.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _CURVE_HEIGHTS = (6, 3, 2)  # lines of the curve: the first that leaves room for
 _SHORT_LINES = 30  # terminals with fewer lines get the producer's counts in one line
 _TITLE_WIDTH, _BAR_WIDTH = 16, 8  # minimum widths in the headline
 
-# Metric name -> how its latest value is shown: in the line of the update, which fits 80 columns,
-# and above the time of a step.
+# These map a metric's name to the text of its latest value. UPDATE is shown as one line, which fits
+# into 80 columns, and RATES above the time of a step.
 UPDATE = {
     "completions/mean_length": "length {:.0f}",
     "completions/clipped_ratio": "({:.0%} cut)",
@@ -76,7 +77,7 @@ PLAIN_COLUMNS = {
     "timing_share/wait": "waiting {:.0%}",
     "engine/idle_share": "engines idle {:.0%}",
 }
-# The trainer's activity as shown, by the category of its time account.
+# The text of the trainer's activity, by the category of TimeAccount.
 ACTIVITIES = {
     "generate": "generating",
     "wait": "waiting for rollouts",
@@ -91,12 +92,12 @@ ACTIVITIES = {
 class Dashboard:
     """Shows the latest rows of a MetricsLogger: reward, staleness, time, engines and producer.
 
-    It fits the terminal: panels shrink, and samples get the remaining lines.
-    `show_engines` gives each engine a line; without it `engine/*` metrics give one line for all.
-    Metrics `rollouts/*` that are not 0 are listed by name.
-    `num_steps`: steps of the run; None if the number is not known.
-    `line_interval`: steps between printed lines if the output is not a terminal.
-    `clock`: returns seconds, for the times of a stage and the engines' rates.
+    Panels shrink until they fit the terminal, and samples fill the remaining lines. Until
+    `show_engines` is called, one line shows the metrics `engine/*`. Then each engine has a line.
+
+    `num_steps`: steps of the run, or None if the number is unknown.
+    `line_interval`: steps between printed lines if the output is no terminal.
+    `clock`: returns seconds, from which stage times and engine rates are computed.
     """
 
     def __init__(
@@ -125,11 +126,11 @@ class Dashboard:
 
     @property
     def is_live(self) -> bool:
-        """Whether the dashboard is redrawn on a terminal; otherwise lines are printed."""
+        """Return whether the output is a terminal, in which the dashboard is redrawn."""
         return self._console.is_terminal
 
     def start_stage(self, title: str, num_steps: int, step_name: str = TRAINER_STEP) -> None:
-        """Begin a stage of `num_steps`, counted by the metric `step_name`."""
+        """Begin a stage of `num_steps`. The metric `step_name` counts its steps."""
         with self._lock:
             self._title, self._num_steps, self._step_name = title, num_steps, step_name
             self._stage_clock.start(num_steps)
@@ -138,12 +139,11 @@ class Dashboard:
             self._plain.start_stage(title, num_steps, step_name)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics beside the latest values of other metrics.
-
-        Histogram bins and counts `rollouts/*` that the row lacks are 0 if it has others of them.
-        """
+        """Show one row of metrics, together with the latest values of metrics that the row lacks. A
+        histogram bin or a count `rollouts/*` that the row lacks becomes 0 if the row has others of
+        its group."""
         with self._lock:
-            self._forget_replaced(metrics)
+            self._drop_replaced(metrics)
             self._latest.update(metrics)
             if self._progress is not None:  # the next batch is counted from here on
                 self._progress, self._reward_so_far = (0, self._progress[1]), None
@@ -156,7 +156,8 @@ class Dashboard:
             self._plain.show(metrics)
 
     def recall(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows, such as those before a resume, to the curve and to the time of a step."""
+        """Add earlier rows, such as rows before a resume, to the curve and to the mean time of a
+        step."""
         self._recent.extend(row for row in rows if STEP_S in row)
         for row in rows:
             reward = row.get("reward")
@@ -165,13 +166,10 @@ class Dashboard:
             if (held_out := row.get(HELD_OUT_REWARD)) is not None:
                 self._held_out = f"held out {held_out:.3f}{of_prompts(row.get(NUM_HELD_OUT))}"
 
-    def _forget_replaced(self, metrics: Mapping[str, Any]) -> None:
-        """Drop the latest bins of each histogram that the row has, and `rollouts/*` counts if it
-        has any. A row lacks those that are 0. A training step's row also replaces the warnings, and
-        the metrics `train/*`, since a step without an update has few of them.
-        """
-        if "reward" in metrics:
+    def _drop_replaced(self, metrics: Mapping[str, Any]) -> None:
+        if "reward" in metrics:  # the row of a training step
             self._latest.pop(WARNINGS, None)
+        # A row lacks the bins and counts that are 0, and most of `train/*` if the step was skipped.
         groups = {n.rpartition("/hist/")[0] + "/hist/" for n in metrics if "/hist/" in n}
         for group in ("rollouts/", "train/"):
             groups |= {group} if any(n.startswith(group) for n in metrics) else set()
@@ -179,7 +177,8 @@ class Dashboard:
             del self._latest[name]
 
     def show_engines(self, engines: Mapping[str, EngineStats]) -> None:
-        """Show the state of each engine, by name, with its tokens per second over recent calls."""
+        """Show the state of each engine by name, with its tokens per second over the latest
+        calls."""
         with self._lock:
             self._engines, now_s = dict(engines), self._clock()
             for name, stats in engines.items():
@@ -191,9 +190,9 @@ class Dashboard:
     ) -> None:
         """Show how many samples of the next batch have ended, and what the trainer does now.
 
-        `num_wanted`: samples of the whole batch; 0 shows no count.
+        `num_wanted`: samples of the whole batch. 0 shows no count.
         `activity`: a category of TimeAccount, or another text.
-        `reward`: mean reward of the samples that are scored; None or NaN if none is.
+        `reward`: mean reward of the scored samples. None or NaN shows no reward.
         """
         with self._lock:
             self._progress = (num_done, num_wanted)
@@ -203,10 +202,8 @@ class Dashboard:
             self._refresh()
 
     def announce(self, text: str) -> None:
-        """Show `text` at once above the rest, in place of an earlier one.
-
-        May be called in any thread.
-        """
+        """Show `text` at once above everything else, in place of an earlier text. Can be called in
+        any thread."""
         with self._lock:
             self._notice = text
             if self._live is None:
@@ -215,7 +212,7 @@ class Dashboard:
                 self._refresh()
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show these samples in place of the previous ones; without a terminal they are printed."""
+        """Show `samples` in place of the previous ones. Without a terminal, print them."""
         with self._lock:
             self._samples = list(samples)
             self._refresh()
@@ -223,7 +220,8 @@ class Dashboard:
             self._console.print(samples_text(samples), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last state on the screen and release the terminal. May be called twice."""
+        """Leave the last state on the screen and release the terminal. A second call does
+        nothing."""
         self._plain.close()
         with self._lock:
             if self._live is not None:
@@ -242,11 +240,9 @@ class Dashboard:
     # ---- the picture
 
     def render(self, width: int, height: int | None = None) -> RenderableType:
-        """Return the dashboard, `width` columns wide and at most `height` lines high.
-
-        A `height` of None sets no limit. In 80 columns and 23 lines everything but some samples is
-        shown.
-        """
+        """Return the dashboard, `width` columns wide and at most `height` lines high, or of any
+        height if it is None. 80 columns and 23 lines have room for everything except some
+        samples."""
         if height is None:
             samples = [_panel("samples", samples_text(self._samples))] * bool(self._samples)
             return Group(*self._panels(width, None, _CURVE_HEIGHTS[0]), *samples)
@@ -262,7 +258,6 @@ class Dashboard:
         return fitting or Group(*parts)
 
     def _panels(self, width: int, height: int | None, curve_height: int) -> list[RenderableType]:
-        """Return the parts of the picture above the samples."""
         is_short = height is not None and height < _SHORT_LINES
         parts = [self._headline(width)]
         if self._notice:
@@ -273,7 +268,7 @@ class Dashboard:
         if shares := self._with_prefix("timing_share/"):
             step_s = step_seconds(self._recent)
             rates = ["" if step_s is None else f": {step_s:.2f} s", *self._shown(RATES)]
-            # Smaller shares would take a second line of the legend.
+            # With smaller shares the legend does not fit into one line.
             bar = share_bar(shares, width - _FRAME_WIDTH, 0.02 if is_short else 0.005)
             parts.append(_panel("time of a step" + ", ".join(rates), bar))
         num_engines = None if height is None else max(height // 6, 1)
@@ -285,20 +280,19 @@ class Dashboard:
         return parts
 
     def _warnings(self, width: int, is_short: bool) -> list[Text]:
-        """Return the warnings of the latest training step, cut to three lines if `is_short`."""
+        """Return the warnings of the latest training step. `is_short` cuts them to three lines."""
         texts = [Text(t, style="bold red") for t in self._latest.get(WARNINGS, {}).values()]
         for text in texts if is_short else ():
-            # Words are not broken, so a line may hold some cells less than `width`.
+            # Words are not broken, so a line can be some cells shorter than `width`.
             text.truncate(max(3 // len(texts), 1) * (width - 5), overflow="ellipsis")
         return texts
 
     def _top_row(self, width: int, curve_height: int) -> RenderableType:
-        """Return the curve of the reward, with the ages of the tokens beside it."""
         row = Table.grid(expand=True, padding=(0, 1))
         row.add_column(ratio=3)
         row.add_column(ratio=2)
         curve_width = (width - 1) * 3 // 5 - _FRAME_WIDTH - _SCALE_WIDTH - 1
-        num_lines = curve_height + 2  # below the curve: the latest rewards, and the held-out one
+        num_lines = curve_height + 2  # two lines below the curve show latest and held-out rewards
         row.add_row(
             _panel("reward", self._reward_chart(curve_width, curve_height), num_lines),
             _panel("policy staleness, tokens", self._staleness(num_lines), num_lines),
@@ -306,7 +300,8 @@ class Dashboard:
         return row
 
     def _headline(self, width: int) -> RenderableType:
-        """Return two lines: steps and weights version; the next batch's samples and the time."""
+        """Return two lines with the steps, the weights version, the next batch's samples and the
+        time."""
         step, version = self._latest.get(self._step_name, 0), self._latest.get(ROLLOUT_VERSION)
         steps = Text(f"step {step}/{self._num_steps}" if self._num_steps else f"step {step}")
         versions = Text("" if version is None else f"weights version {version}")
@@ -368,11 +363,9 @@ class Dashboard:
         return text.append(", ".join(shown), style="default")
 
     def _shown(self, forms: Mapping[str, str]) -> list[str]:
-        """Return the latest values of the metrics in `forms`, formatted, without missing ones."""
         return [shown for name, form in forms.items() if (shown := self._value(name, form))]
 
     def _value(self, name: str, form: str) -> str:
-        """Return the latest value of a metric, formatted by `form`; "" if there is none."""
         value = self._latest.get(name)
         return "" if value is None else form.format(value)
 
@@ -385,14 +378,14 @@ class Dashboard:
 
 
 def _line_of(texts: Sequence[str], width: int) -> Text:
-    """Return the texts in one line, three spaces apart, or two if that is too wide."""
+    """Return the texts in one line of `width` columns, with three or two spaces between them."""
     wide, narrow = (gap.join(texts).replace(f"{gap}(", " (") for gap in ("   ", "  "))
     line = wide if len(wide) <= width else narrow
     return Text(line.ljust(width), no_wrap=True, overflow="ellipsis")
 
 
 def _panel(title: str, content: RenderableType, num_lines: int | None = None) -> Panel:
-    """Return a framed panel with room for `num_lines` lines; None takes what the content needs."""
+    """Return a framed panel with `num_lines` lines, or as many as its content has if it is None."""
     height = None if num_lines is None else num_lines + _FRAME_LINES
     return Panel(content, title=title, border_style="blue", height=height)
 
@@ -405,12 +398,9 @@ async def watch_step(
     account: TimeAccount | None = None,
     interval_s: float = 0.5,
 ) -> AsyncIterator[None]:
-    """Show the engines and the next batch's progress in `view` every `interval_s` of the block.
-
-    `account`: the trainer's time account, which names its current activity; None shows none.
-    Without a terminal nothing is shown and engines are not asked. An error of the engines ends the
-    refreshing, and the block continues.
-    """
+    """Show the engines and the next batch's progress in `view` every `interval_s` during the block.
+    `account` is the trainer's time account, which names its current activity. Without a terminal
+    nothing is shown. An error of the engines ends the display but not the block."""
 
     def look() -> None:
         activity = "" if account is None else account.current
@@ -424,9 +414,7 @@ async def watch_step(
 async def watch(
     view: Dashboard, llm: ThreadedLLM | AsyncLLM, look: Callable[[], None], interval_s: float = 0.5
 ) -> AsyncIterator[None]:
-    """Call `look` and show the engines in `view` every `interval_s` of the block, as `watch_step`
-    does.
-    """
+    """Call `look` and show the engines in `view` every `interval_s` during the block."""
 
     async def refresh() -> None:
         while True:
@@ -446,7 +434,6 @@ async def watch(
 
 
 async def _engines(llm: ThreadedLLM | AsyncLLM) -> dict[str, EngineStats]:
-    """Return the statistics of each engine of a fleet by rank, or of a ThreadedLLM as "own"."""
     if not isinstance(llm, AsyncLLM):
         return {"own": await llm.stats()}
     results = await llm.client.engine_stats()

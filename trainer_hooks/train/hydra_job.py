@@ -1,4 +1,4 @@
-"""Runs a Hydra job whose whole config is one frozen dataclass: parses overrides, prints errors.
+"""Runs a Hydra job whose config is one frozen dataclass. Parses overrides and reports mistakes.
 
 Used by `trainer_hooks.train.command` (`run_hydra_job`), `trainer_hooks.train.summary`
 (`given_overrides`) and `trainer_hooks.train.run_files`. It rewrites sys.argv.
@@ -31,14 +31,15 @@ T = TypeVar("T")
 def run_hydra_job(
     job: Callable[[T], None], kind: type[T], config_path: str, config_name: str
 ) -> None:
-    """Compose the config from the command line and call `job` with it as a `kind`.
+    """Compose the config from the command line and call `job` with it as a `kind`. `--multirun`
+    calls `job` once per combination, and `--help` prints `override_help` instead.
 
-    `kind`: the dataclass of the whole config.
-    `config_path`, `config_name`: directory of the YAML files, and default entry config in it.
-    `--multirun` calls `job` once per combination, and `--help` prints `override_help` instead.
-    Raises ConfigError for a mistake on the command line, before `job` is called. A ConfigError of
-    `job`, non-finite gradients, a batch that cannot be made, and a reward function or environment
-    that never succeeds raise SystemExit with their message.
+    `config_path`: directory of the YAML files.
+    `config_name`: entry config if the command line names none.
+
+    Raises ConfigError for a mistake on the command line. Raises SystemExit with the message of an
+    expected error of `job`: ConfigError, EnvironmentFailed, RewardFunctionError, ProducerError or
+    NonFiniteGradientError.
     """
 
     def compose_and_call(config: DictConfig) -> None:
@@ -66,17 +67,15 @@ def run_hydra_job(
 
 
 def given_overrides() -> list[str]:
-    """Return the overrides of the running Hydra job, as `key=value`; [] outside of a Hydra job."""
+    """Return the overrides of the running Hydra job as `key=value`, or [] if none runs."""
     if not HydraConfig.initialized():
         return []
     return [override.lstrip("+") for override in HydraConfig.get().overrides.task]
 
 
 def wandb_names(run_name: str, part: str) -> tuple[str, str]:
-    """Return the name and the group of a W&B run. `part`: part of the job, such as "seed_0".
-
-    The jobs of a `--multirun` share a group; each is named after its number and its overrides.
-    """
+    """Return the name and the group of a W&B run. `part` is a part of the job, such as "seed_0".
+    The jobs of a `--multirun` share a group, and their names contain their number and overrides."""
     if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
         return f"{run_name}-{part}", run_name
     number, given = HydraConfig.get().job.num, ",".join(given_overrides())

@@ -1,8 +1,8 @@
 """JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/.
 
-Used by `trainer_hooks.train.main`, `trainer_hooks.train.learner` and `trainer_hooks.train.critic`,
-and by programs that build on a job's settings (`compose_settings`), such as examples/train_trl.py
-and `benchmarks.trl_step`.
+Used by `trainer_hooks.train` (command, main, learner, critic, no_signal, summary, threads), by
+scripts/settings_pages.py, and by programs that build on a job's settings: examples/train_trl.py and
+`benchmarks.trl_step`. `compose_settings` reads YAML files.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from trainer_hooks.update.settings import (
 # A link to conf/ in a checkout, a directory in a wheel.
 CONFIG_DIRECTORY = Path(__file__).parent / "conf"
 _Beta = Annotated[float, Interval(0.0, 1.0, is_high_open=True)]
-_MAX_SEED = 2**32 - 1  # of numpy's generators
-# Names of algorithms by the kind of their loss; others have the kind's name in capitals. DAPO is
-# more than its loss (dynamic sampling, penalties for length), and PPO has a critic.
+_MAX_SEED = 2**32 - 1  # the largest seed of numpy's generators
+# Titles of algorithms by the kind of their loss. The default is the kind in capitals. Full DAPO
+# also has dynamic sampling and length penalties, and full PPO has a critic.
 ALGORITHM_TITLES = {
     "dapo": "GRPO with DAPO's loss",
     "ppo": "GRPO with PPO's loss",
@@ -74,10 +74,10 @@ class CriticSettings(Settings):
     """Settings of PPO's critic.
 
     learning_rate: learning rate of the critic.
-    gamma: discount of later rewards, of generalised advantage estimation.
-    lam: weight of later errors, lambda of generalised advantage estimation.
+    gamma: discount of later rewards in generalised advantage estimation.
+    lam: lambda of generalised advantage estimation, the weight of later errors.
     clip_range: largest change of a value in one update.
-    warmup_steps: number of steps at the start that train the critic alone.
+    warmup_steps: number of steps at the start that train only the critic.
     """
 
     learning_rate: PositiveFloat
@@ -96,29 +96,29 @@ class AlgorithmSettings(Settings):
     num_minibatches: optimizer steps of each pass over the batch.
     max_new_tokens: most tokens of a completion.
     loss: policy loss.
-    temperature: sampling temperature of rollouts, and divisor of the trainer's logits.
+    temperature: sampling temperature of rollouts. The trainer divides its logits by it.
     shuffle_rewards: True permutes the rewards among rollouts, as a control experiment in which
         nothing can be learned.
     decoupled: True clips around the policy at the start of the step instead of the policy that
-        sampled, and weights by the ratio of the two. Costs one more forward pass for batches with a
-        token that was sampled by another version, or on KV of another version.
+        sampled. The loss is weighted by the ratio of the two policies. Costs one more forward pass
+        for batches that have a token or KV of an older version.
     advantage_normalization: divisor of the advantages. None takes the default of the kind of loss.
-    advantage_baseline: what is subtracted from the rewards of a group. None takes the default of
-        the kind of loss.
-    critic: critic that the advantages come from (PPO). None compares the rollouts of a group.
+    advantage_baseline: value that is subtracted from the rewards of a group. None takes the default
+        of the kind of loss.
+    critic: PPO's critic, which computes the advantages. None compares the rollouts of a group.
     num_iterations: passes over the batch.
     max_tokens_per_forward: most tokens of a forward pass; see UpdateSettings. None sets no limit.
     is_packed: True concatenates the rollouts of a forward pass without padding; see UpdateSettings.
     share_prefixes: True computes the common beginning of rollouts once; see UpdateSettings.
     replay_routing: True trains a mixture-of-experts model with the experts that its engine used
         (docs/routing.md).
-    mask_truncated_completions: True leaves rollouts out of training that the length limit cut.
-    advantage_estimator: advantages within a group, or those of REINFORCE++, whitened over the
-        batch, without or with the group's mean as a baseline.
+    mask_truncated_completions: True excludes rollouts that reached the length limit from training.
+    advantage_estimator: advantages within a group ("group"), or REINFORCE++'s advantages, whitened
+        over the batch. "reinforce_plus_plus_baseline" subtracts the group's mean first.
     reward_kl_coefficient: weight of the KL to the reference in the rewards. The weight in the loss
         is `loss.kl_coefficient`.
     reference: whether and how the reference follows the policy.
-    made_for: kind of loss that these settings are tuned for. Another kind is refused.
+    made_for: kind of loss for which these settings are tuned. Another kind is refused.
     """
 
     groups_per_step: PositiveInt
@@ -184,7 +184,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def title(self) -> str:
-        """Name of the algorithm, for people."""
+        """Return the name of the algorithm, for people."""
         if self.critic is not None:
             return "PPO"
         if self.advantage_estimator != "group":
@@ -193,12 +193,12 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss or the rewards have a KL term."""
+        """Return whether the loss or the rewards have a KL term."""
         return self.loss.kl_coefficient > 0.0 or self.reward_kl_coefficient > 0.0
 
     @property
     def update_settings(self) -> trainer_hooks.UpdateSettings:
-        """Settings of `update_policy` and of micro-batches, taken from these settings."""
+        """Return the settings of `update_policy` and of micro-batches."""
         return trainer_hooks.UpdateSettings(
             num_iterations=self.num_iterations,
             num_minibatches=self.num_minibatches,
@@ -210,11 +210,7 @@ class AlgorithmSettings(Settings):
         )
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of rollouts, with the log-probs that the loss needs.
-
-        A rollout ends at any end token that its engine knows from the tokenizer, config.json and
-        generation_config.json.
-        """
+        """Return the sampling parameters of rollouts, with the log-probs that the loss needs."""
         return SamplingParams(
             temperature=self.temperature,
             num_tokens_to_generate=self.max_new_tokens,
@@ -237,19 +233,20 @@ class TrainerSettings(Settings):
     checkpoint_interval: steps between two checkpoints.
     eval_interval: steps between two evaluations on held-out prompts. 0 evaluates only before and
         after training.
-    num_threads: torch's threads. None: all CPUs, or a part of them beside engines that run at once.
-    max_skipped_steps: consecutive optimizer steps with non-finite gradients (they are skipped)
-        after which the job fails.
+    num_threads: torch's threads. None takes all CPUs, or some of them if engines run at the same
+        time.
+    max_skipped_steps: consecutive optimizer steps skipped for non-finite gradients after which the
+        job fails.
     strategy: fsdp2 divides the policy among the ranks that torchrun started. single keeps it in one
         process.
-    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory, by rounding
-        without bias (BFloat16AdamW).
-    gradient_checkpointing: the backward pass computes each layer of the policy again, from its
-        inputs. Gradients are the same.
-    autocast: bfloat16 computes the policy's products in bfloat16, with weights and gradients in
+    optimizer_state_dtype: dtype of AdamW's two averages. bfloat16 halves their memory by unbiased
+        rounding (BFloat16AdamW).
+    gradient_checkpointing: True recomputes each layer of the policy in the backward pass. Gradients
+        are the same.
+    autocast: bfloat16 computes the policy's matrix products in bfloat16. Weights and gradients stay
         float32.
-    scheduler: class of torch.optim.lr_scheduler, in place of the warm-up and decay. Its options are
-        its arguments beside the optimizer.
+    scheduler: class of torch.optim.lr_scheduler that replaces the warm-up and decay. `options` are
+        the class's arguments after the optimizer.
     evaluation: metrics of an evaluation.
     """
 
@@ -276,7 +273,7 @@ class JobSettings(Settings):
     """All settings of a job, as an entry config of conf/ lists them.
 
     run_name: directory of the job under outputs/train.
-    num_engines: engine processes that generate beside the trainer; 0 for one engine in the
+    num_engines: engine processes that generate beside the trainer. 0 runs one engine in the
         trainer's process.
     seed: seed of the first run.
     seeds: number of runs, one after another, with successive seeds.
@@ -291,13 +288,13 @@ class JobSettings(Settings):
     logger: where metrics and samples go.
     producer: order, age and filters of the rollouts.
     weight_sync: how new weights reach the engines.
-    environment: environment that the model acts in.
+    environment: environment in which the model acts.
     launcher: class that starts engine processes, and its arguments.
-    weight_transport: transport of weights to engine processes, such as directory:PATH. None for
+    weight_transport: transport of weights to engine processes, such as directory:PATH. None takes
         shared memory on this machine.
     """
 
-    PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only choose keys of others
+    PRESETS: ClassVar[tuple[str, ...]] = ("mode",)  # groups that only set keys of other groups
 
     run_name: Name
     num_engines: Annotated[int, Interval(0, 1024)]
@@ -350,7 +347,6 @@ class JobSettings(Settings):
             )
 
     def _check_sharded(self) -> None:
-        """Raise ConfigError for settings that a policy divided among ranks does not support."""
         refused = {
             "model.lora": self.model.lora is not None,
             "algorithm.critic": self.algorithm.critic is not None,
@@ -371,35 +367,29 @@ class JobSettings(Settings):
 
     @property
     def pushes_at_start(self) -> bool:
-        """Whether engines start from base weights and receive the policy by a push.
-
-        True if an adapter is trained, if the policy is divided among ranks, and for an engine of
-        another package, which starts from a directory.
-        """
+        """Return whether engines start from base weights and receive the policy by a push."""
+        # An engine of another package starts from a directory.
         is_other_engine = self.engine.engine != OWN_ENGINE
         return self.model.lora is not None or self.trainer.strategy == "fsdp2" or is_other_engine
 
     @property
     def merges_adapter(self) -> bool:
-        """Whether a push brings the adapter merged into the base weights, not the adapter alone.
-
-        True for an engine in this process, which then needs no copy of the base. Engine processes
-        merge it themselves, since an adapter is small to send.
-        """
+        """Return whether a push has the whole weights with the adapter merged, not the adapter
+        alone."""
+        # An engine in this process then needs no copy of the base weights. Engine processes merge
+        # the adapter themselves, because it is small to send.
         return self.model.lora is not None and not self.num_engines
 
     @property
     def discards_weights(self) -> bool:
-        """Whether engines keep no copy of the weights whose memory they release for the trainer.
-
-        False if pushes bring an adapter alone.
-        """
+        """Return whether engines keep no copy of the weights whose memory they release."""
+        # A push of an adapter alone does not bring the base weights back.
         is_whole = self.model.lora is None or self.merges_adapter
         return "weights" in self.weight_sync.release and is_whole
 
     @property
     def title(self) -> str:
-        """The job's algorithm and data, for tables and plots."""
+        """Return the job's algorithm and data, for tables and plots."""
         return f"{self.algorithm.title}, {self.data.shown_title}"
 
 
@@ -410,8 +400,7 @@ def compose_settings(
 
         settings = compose_settings(["trainer.num_steps=3"], "demo")
 
-    `config_directory`: a directory of your own configs, as of --config-dir; their defaults may name
-    configs of conf/.
+    `config_directory` is a directory of your own configs, whose defaults can name configs of conf/.
     Raises ConfigError for a key or a value that JobSettings does not accept.
     """
     own = [] if config_directory is None else ["--config-dir", str(config_directory)]

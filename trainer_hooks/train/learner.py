@@ -1,8 +1,8 @@
-"""Learner: one training step on a batch of rollouts, by GRPO and its kin, REINFORCE++ or PPO.
+"""Learner: one training step on a batch of rollouts, by GRPO and its variants, REINFORCE++ or PPO.
 
-Used by `trainer_hooks.train.main`. Rank 0 calls a Learner, and `follow` runs the same steps on the
-trainer's other ranks. Changes the policy, the optimizer, its scheduler, the critic and the
-reference, and writes checkpoints.
+Used by `trainer_hooks.train.main`, which calls a Learner on rank 0 and `follow` on the trainer's
+other ranks. `benchmarks.trl_step` uses `optimizer_of`. A step changes the policy, optimizer,
+scheduler, critic and reference. `save` writes checkpoints.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt.
@@ -55,12 +55,13 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 class Learner:
     """Owns the policy, its optimizer and scheduler, and PPO's critic.
 
-    Where `ranks` share the policy, each rank has a Learner of its part. A method that rank 0 calls
-    first sends the other ranks its command, which they execute in `follow`.
+    If `ranks` share the policy, each rank has a Learner with its part. Methods called on rank 0
+    first send their command to the other ranks, which execute it in `follow`.
+
     `policy`: a model of transformers, or a PEFT model whose adapter is trained.
-    `reference`: the policy of the KL term; None without a KL term.
+    `reference`: the reference policy of the KL term, or None if there is no KL term.
     `advantages_B`: mean advantage over the trained tokens of each row of the last update.
-    `skipped_directory`: where `GuardedStep` saves the batches of skipped steps; None saves none.
+    `skipped_directory`: where `GuardedStep` saves the batches of skipped steps, or None.
     """
 
     def __init__(
@@ -99,13 +100,9 @@ class Learner:
     def load(
         cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
     ) -> tuple[Learner, TrainerState]:
-        """Return a learner with a checkpoint's states, and its TrainerState. Sets random states.
-
-        All `ranks` read the checkpoint and keep their parts. The reference policy is read from
-        reference/ beside the checkpoints, and from this checkpoint if it moves; an adapter's
-        reference is its base. Raises ConfigError if the checkpoint's run had another model
-        shape, no reference policy or another optimizer.
-        """
+        """Return a Learner with the states in `checkpoint`, and its TrainerState. Restores random
+        states, too. Raises ConfigError if the checkpoint's run had another model shape, no
+        reference policy or another optimizer."""
         ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
         if lora is not None:
@@ -119,6 +116,7 @@ class Learner:
                     f"model.{name}={wanted}, but the policy in {checkpoint} has {saved}; resume "
                     "with the settings that the run began with, or start one with another run_name"
                 )
+        # A reference that follows the policy has its weights in the checkpoint.
         reference, own = None, read_own_state(checkpoint) or {}
         if settings.algorithm.needs_reference and lora is not None:
             reference = ReferencePolicy.without_adapter(policy)
@@ -137,7 +135,7 @@ class Learner:
         return learner, load_checkpoint(checkpoint, optimizer, learner.scheduler)
 
     def save(self, root: Path, state: TrainerState, tokenizer: Any) -> Path:
-        """Write a checkpoint of the whole policy under `root`. Returns its directory."""
+        """Write a checkpoint of the whole policy under `root`. Return its directory."""
         self._ranks.broadcast(("save",))
         return save_checkpoint(
             root, state, savable(self.policy, is_kept=True), WholeOptimizer(self.optimizer),
@@ -152,11 +150,9 @@ class Learner:
     async def push(
         self, weight_sync: WeightSync, version: int, merges_adapter: bool = False
     ) -> None:
-        """Push the policy to the engines as `version`. Raises WeightUpdateError.
-
-        `merges_adapter`: push all weights of a PEFT model with its adapter merged into them.
-        Transient errors are retried after the pauses of `weight_sync`.
-        """
+        """Push the policy to the engines as `version`. Raises WeightUpdateError. `merges_adapter`
+        pushes all weights of a PEFT model with its adapter merged. Transient errors are retried
+        after the pauses of `weight_sync`."""
         for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.broadcast(("push",))
             try:
@@ -164,7 +160,7 @@ class Learner:
                 await weight_sync.apush(source, version)
                 return
             except WeightUpdateError as error:
-                # The ranks must gather their weights again. With one rank `apush` has retried.
+                # All ranks must gather their weights again. A single rank was retried by `apush`.
                 is_repeated = self._ranks.size > 1 and error.is_transient
                 if not is_repeated or pause_s is None:
                     raise
@@ -176,11 +172,9 @@ class Learner:
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Train in minibatches on the rollouts that have a gradient. Returns `train/*` metrics.
-
-        The rollouts of `batch` are ordered by group. `step` counts from 1. Also sets `advantages_B`
-        and lets the reference follow, if it moves.
-        """
+        """Train in minibatches on the rollouts that have a gradient. Return `train/*` metrics. The
+        rollouts of `batch` are ordered by group. `step` counts from 1. Also sets `advantages_B` and
+        updates a reference that follows the policy."""
         self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
@@ -206,7 +200,7 @@ class Learner:
         policy_group["lr"] = rates[0]
         self.optimizer.zero_grad()
         trim_heap()  # the gradients' memory is free while engines generate
-        if not any(reports):  # no gradient; the scheduler still expects an optimizer step
+        if not any(reports):  # the scheduler expects an optimizer step even without a gradient
             self.optimizer.step()
         self.scheduler.step()
         if self.reference is not None:
@@ -236,7 +230,8 @@ class Learner:
     # ---- advantages
 
     def _columns(self, batch: RolloutBatch) -> tuple[Columns, torch.Tensor]:
-        """Return `advantages_BT` and other columns, and bool [R], True for rollouts to train on."""
+        """Return `advantages_BT` and other columns, and a bool mask [R] of the rollouts to train
+        on."""
         algorithm, columns, rewards_R = self._algorithm, Columns(), self._rewards(batch)
         if algorithm.reward_kl_coefficient > 0.0:
             columns["reference_logprobs_BT"] = self._reference_logprobs(batch)
@@ -255,7 +250,8 @@ class Learner:
         return columns, ~rewards_R.isnan()
 
     def _rewards(self, batch: RolloutBatch) -> torch.Tensor:
-        """Return the rewards [R]. With `shuffle_rewards`, those that are not NaN are permuted."""
+        """Return the rewards [R]. With `shuffle_rewards`, all rewards that are not NaN are
+        permuted."""
         rewards_R = batch.rewards_R
         if self._algorithm.shuffle_rewards:
             valid = (~rewards_R.isnan()).nonzero().flatten()
@@ -266,7 +262,8 @@ class Learner:
     def _token_rewards(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> torch.Tensor:
-        """Return rewards [B, T]: a rollout's on its last token, less every token's KL penalty."""
+        """Return rewards [B, T]. A rollout's reward is on its last token, and each token's KL
+        penalty is subtracted."""
         logprobs_BT = batch.behaviour_logprobs_BT
         # Without a reference the coefficient is 0, and the reference's log-probs have no effect.
         reference_BT = columns.get("reference_logprobs_BT", logprobs_BT)
@@ -279,9 +276,8 @@ class Learner:
     def _group_columns(
         self, batch: RolloutBatch, rewards_R: torch.Tensor, columns: Columns
     ) -> tuple[Columns, torch.Tensor]:
-        """Return `columns` with advantages within each group, and bool [R], True for the rollouts
-        of groups whose rewards differ.
-        """
+        """Return `columns` with advantages within each group, and a bool mask [R] of the rollouts
+        in groups whose rewards differ."""
         algorithm = self._algorithm
         if algorithm.reward_kl_coefficient > 0.0:
             penalties_BT = token_rewards(
@@ -300,14 +296,12 @@ class Learner:
     # ---- steps
 
     def _fixed_logprobs(self, batch: RolloutBatch) -> Columns:
-        """Return the log-probs that all steps of an update share, by their names in `policy_loss`.
-
-        Proximal log-probs are left out unless `decoupled` is set, and where they would equal the
-        engine's. Reference log-probs are left out without a KL term in the loss.
-        """
+        """Return the log-probs that all steps of an update share, by their names in
+        `policy_loss`."""
         algorithm, columns = self._algorithm, Columns()
         is_stale_BT = (batch.policy_lag_BT > 0) | (batch.kv_lag_BT > 0)
         is_stale = bool(is_stale_BT[batch.mask_BT].any())
+        # Without stale tokens the proximal log-probs equal the engine's.
         if algorithm.decoupled and (is_stale or algorithm.loss.correction.needs_proximal):
             columns["proximal_logprobs_BT"] = compute_logprobs(
                 self.policy, batch, self._settings, self._ranks
@@ -321,14 +315,14 @@ class Learner:
         return self.reference.logprobs(batch, self._settings, self._ranks)
 
     def _minibatch_step(self, batch: RolloutBatch, columns: Columns) -> dict[str, float]:
-        """Take one optimizer step. Returns its metrics, {} if non-finite gradients skipped it."""
+        """Take one optimizer step. Return its metrics, or {} if non-finite gradients skipped it."""
         self.optimizer.zero_grad()
         own = {k: v for k, v in columns.items() if k not in ("old_values_BT", "returns_BT")}
         metrics = accumulate_gradients(
             self.policy, batch, own, self._loss, self._settings, self._ranks
         )
         trained: list[nn.Module] = [self.policy]
-        if self.critic is not None:  # it shares no parameter with the policy
+        if self.critic is not None:  # the critic shares no parameter with the policy
             metrics |= self.critic.accumulate_gradients(batch, columns, self._settings)
             trained.append(self.critic)
         norm, is_done = self._guard.step(trained, batch)
@@ -336,11 +330,9 @@ class Learner:
 
 
 def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
-    """Execute rank 0's commands on this rank's part of the policy, until rank 0 sends None.
-
-    Ignores SIGINT and SIGTERM from now on, since rank 0 stops between two steps.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Execute rank 0's commands on this rank's part of the policy, until rank 0 sends None. Ignores
+    SIGINT and SIGTERM from then on."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 handles them, between two steps
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(settings.trainer.num_threads or torch.get_num_threads())
     learner: Any = None
@@ -357,10 +349,8 @@ def follow(ranks: TrainerRanks, settings: JobSettings) -> None:
 
 
 def base_weights(directory: Path, model: ModelSettings) -> Path | str:
-    """Return the path of the weights from which a run's engines and adapter start.
-
-    It is base/ in the run's `directory` if that exists or the model has no path, else model.path.
-    """
+    """Return the path of the weights from which a run's engines and adapter start. It is base/ in
+    the run's `directory` if base/ exists or the model has no path, else model.path."""
     own = directory / "base"
     return own if own.exists() or model.path is None else model.path
 
@@ -384,28 +374,26 @@ def _reference(path: Path, settings: JobSettings) -> ReferencePolicy:
 
 def optimizer_of(groups: list[dict[str, Any]], settings: TrainerSettings) -> torch.optim.Optimizer:
     """Return AdamW without weight decay for parameter groups, with states in the settings' dtype.
-
-    Raises ConfigError for parameters that such states do not fit.
-    """
+    Raises ConfigError for parameters that bfloat16 states do not support."""
     if settings.optimizer_state_dtype == "bfloat16":
         return BFloat16AdamW(groups, betas=settings.betas)
     return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=0.0, fused=True)
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
-    """Return the scheduler that the settings name, else linear warm-up and decay.
-
-    The latter changes the policy's rate alone; the critic's stays.
-    Raises ConfigError for a path that names nothing, and for options that it does not accept.
-    """
+    """Return the scheduler that the settings name, or linear warm-up and decay of the policy's
+    rate. Raises ConfigError for a path that names nothing, and for options that it does not
+    accept."""
     if (own := settings.scheduler) is not None:
         return make_object(own.path, own.options, "trainer.scheduler", optimizer)
+    # The critic's rate stays constant.
     factors = [lambda done: learning_rate_at(done + 1, settings) / settings.learning_rate]
     return LambdaLR(optimizer, factors + [lambda done: 1.0] * (len(optimizer.param_groups) - 1))
 
 
 def learning_rate_at(step: int, settings: TrainerSettings) -> float:
-    """Return the rate of `step`, counted from 1, by linear warm-up and then linear decay."""
+    """Return the learning rate of `step`, counted from 1, by linear warm-up and then linear
+    decay."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(settings.num_steps - settings.warmup_steps, 1)

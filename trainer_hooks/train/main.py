@@ -1,4 +1,4 @@
-"""`rollout train`: GRPO and its kin on a model, prompts and rewards of your own, or on the demo.
+"""`rollout train`: trains a model by GRPO or a variant on your prompts and rewards, or on the demo.
 
     rollout train model.path=DIR data=jsonl data.path=train.jsonl reward=mine:score
     rollout train --config-name demo                                # the demo, seed 0
@@ -9,16 +9,18 @@
     rollout train --config-name demo run_name=sizes --multirun algorithm.group_size=4,8
     torchrun --nproc-per-node 2 -m trainer_hooks.train --config-name demo trainer=fsdp2
 
-Results go to outputs/train/<run_name>/seed_<seed>: config.yaml (all settings), starts.jsonl (what
-ran), metrics.jsonl, batches.jsonl (prompts of each step as [epoch, index], and how often each was
-sampled again because its rollouts grew too old), completions.jsonl (samples), answers.jsonl,
-checkpoints, report.html, summary.json, weights_version (the highest used), reference/ if there is a
-KL term, base/ (with a LoRA adapter or trainer=fsdp2, the weights from which engines start), and
-skipped/ (batches of steps with non-finite gradients). A run that starts over renames the previous
-run's directory to seed_<seed>.previous, .previous-2, ...; nothing is deleted. A directory in use by
-another job is refused.
+Results go to outputs/train/<run_name>/seed_<seed>, which one job at a time can use. If a run starts
+over, the previous directory is renamed to seed_<seed>.previous, .previous-2, ... and nothing is
+deleted. Files of a run:
 
-Used by `trainer_hooks.train.command`, which reads the command line and calls `run_job`.
+- config.yaml (all settings), starts.jsonl (commands and versions), metrics.jsonl (a row per step)
+- batches.jsonl (prompts of each step as [epoch, index], and how often each was sampled again)
+- completions.jsonl (samples), answers.jsonl (held-out answers before and after training)
+- checkpoints/, report.html, summary.json, weights_version (the highest version that was used)
+- reference/ (the reference policy of a KL term), base/ (the weights from which engines start)
+- skipped/ (batches of steps with non-finite gradients)
+
+`trainer_hooks.train.command` reads the command line and calls `run_job`.
 """
 
 from __future__ import annotations
@@ -102,15 +104,14 @@ from trainer_hooks.weight_sync.trainer_ranks import (
 _log = logging.getLogger(__name__)
 INTERRUPTED_EXIT_CODE = 130
 TRAINING_THREAD = "training step"
-NUM_ANSWERS = 2  # held-out problems whose answers are shown before and after training
+NUM_ANSWERS = 2  # held-out prompts whose answers are shown before and after training
 WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward {:.3f}"}
 
 
 def run_job(settings: JobSettings) -> None:
-    """Run the job's seeds on rank 0. On other ranks, train a part of the policy or run an engine.
-
-    Raises ConfigError if torchrun started several ranks and the settings use only one.
-    """
+    """Run the job's seeds on rank 0. On other ranks of torchrun, train a part of the policy or run
+    an engine. Raises ConfigError if torchrun started several ranks and the settings use only
+    one."""
     disable_progress_bar()
     if settings.trainer.strategy == "fsdp2":
         with torchrun_ranks() as ranks:
@@ -134,10 +135,8 @@ def run_job(settings: JobSettings) -> None:
 
 
 def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
-    """Run each seed in turn and print a summary table of each run, and of all runs if several.
-
-    Ctrl-C ends the process with status INTERRUPTED_EXIT_CODE.
-    """
+    """Run each seed in turn and print a summary table of each run, and of all runs if there are
+    several. Ctrl-C ends the process with status INTERRUPTED_EXIT_CODE."""
     console = Console(quiet=not settings.logger.console)
     directory = Path(HydraConfig.get().runtime.output_dir)
     summaries = []
@@ -154,7 +153,7 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
         answers = metrics.read_jsonl(run_directory / "answers.jsonl")
         if answers[0]["answers"]:
             console.print(answers_table(answers))
-        # Last, where a reader of a terminal looks.
+        # The summary comes last, where readers of a terminal look.
         console.print(summary_table(summaries[-1], f"{settings.title}, seed {seed}"))
         for text in summaries[-1][metrics.WARNINGS]:
             console.print(text, style="bold red", highlight=False, soft_wrap=True)
@@ -169,11 +168,11 @@ def run_seeds(settings: JobSettings, ranks: TrainerRanks) -> None:
 
 
 def exit_interrupted() -> NoReturn:
-    """End the process with status INTERRUPTED_EXIT_CODE, at once if a step is still trained."""
+    """End the process with status INTERRUPTED_EXIT_CODE, even while a step is trained."""
     if any(thread.name == TRAINING_THREAD for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED_EXIT_CODE)  # torch may crash if a thread computes at a usual exit
+        os._exit(INTERRUPTED_EXIT_CODE)  # torch can crash at a normal exit while a thread computes
     sys.exit(INTERRUPTED_EXIT_CODE)
 
 
@@ -184,18 +183,15 @@ def run_seed(
     ranks: TrainerRanks = ALONE,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Run one seed in `directory`: warm-up, and training between two evaluations. Returns its
-    summary.
-
-    Writes summary.json, and report.html also after a failure. Raises ConfigError if another job
-    runs in `directory`, and KeyboardInterrupt between two steps after Ctrl-C, with a checkpoint
-    once training has begun.
-    """
+    """Run one seed in `directory`: warm-up, evaluation, training, evaluation. Return its summary.
+    Writes summary.json, and report.html even after a failure. Raises ConfigError if another job
+    runs in `directory`. After Ctrl-C, raises KeyboardInterrupt between two steps. It first writes a
+    checkpoint, except during the warm-up."""
     with locked_run(directory), restored_threads():
         try:
             run = Run(directory, settings, seed, ranks, clock)
             summary = asyncio.run(run.run())
-        finally:  # also after a failure
+        finally:
             if (directory / METRICS_NAME).exists():
                 write_report(directory)
         (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
@@ -205,7 +201,7 @@ def run_seed(
 class Run:
     """One run of the job: its directory, settings, seed and data, and how to start its parts.
 
-    `clock`: returns seconds, for the times of steps and the time left.
+    `clock`: returns seconds, from which step times and the remaining time are computed.
     """
 
     def __init__(
@@ -235,16 +231,15 @@ class Run:
         torch.manual_seed(seed)
 
     async def run(self) -> dict[str, Any]:
-        """Train, then close the reward function and the environments. Returns the run's summary."""
+        """Train, then close the reward function and the environments. Return the run's summary."""
         with self.task.reward or nullcontext():
             async with self.task.rollout_fn or nullcontext():
                 return await self.train()
 
     async def train(self) -> dict[str, Any]:
-        """Train to the last step, from the newest checkpoint if the settings ask to resume.
-
-        Otherwise renames an earlier run's directory and begins a new run. Returns the summary.
-        """
+        """Train to the last step and return the summary. Continues from the newest checkpoint if
+        the settings ask to resume. Otherwise renames an earlier run's directory and begins a new
+        run."""
         settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
@@ -275,13 +270,10 @@ class Run:
         logger: metrics.MetricsLogger,
         stop: threading.Event,
     ) -> None:
-        """Load `checkpoint`, start engines and producer, train to the last step and evaluate.
-
-        After each step, writes a row to metrics.jsonl and to batches.jsonl, and samples to
-        completions.jsonl.
-        """
+        """Load `checkpoint`, start engines and producer, train to the last step, and evaluate. Each
+        step adds rows to metrics.jsonl and batches.jsonl, and samples to completions.jsonl."""
         settings = self.settings
-        # Loads step 0 too: its random states let a resumed run repeat its first steps exactly.
+        # A new run loads the checkpoint of step 0, so that its random states are those of a resume.
         learner, state = Learner.load(checkpoint, settings, self.ranks)
         versions = WeightsVersionCounter(self.directory / "weights_version", state.weights_version)
         interval, temperature = settings.trainer.checkpoint_interval, self.params.temperature
@@ -328,10 +320,8 @@ class Run:
     async def evaluate(
         self, llm: ThreadedLLM | AsyncLLM, step: int, view: Dashboard | None = None
     ) -> dict[str, float]:
-        """Return `eval/*` metrics of the weights after `step` on held-out prompts.
-
-        `view`: shows the progress, unless None. Writes NUM_ANSWERS greedy answers to answers.jsonl.
-        """
+        """Return `eval/*` metrics of the weights after `step` on held-out prompts. `view` shows the
+        progress. Writes NUM_ANSWERS greedy answers to answers.jsonl."""
         sync, wanted = self.settings.weight_sync, self.settings.trainer.evaluation
         num_ended, num_samples = 0, len(self.task.held_out) * (1 + wanted.n)
 
@@ -339,7 +329,7 @@ class Run:
             nonlocal num_ended
             num_ended += 1
 
-        # The weights are kept: the next batch needs them, and no push comes before it.
+        # The weights stay in memory, because the next batch needs them before any push.
         release = [name for name in sync.release if name != "weights"]
         phase: AbstractAsyncContextManager[Any] = generation_phase(llm, release=release)
         watched: AbstractAsyncContextManager[Any] = nullcontext()
@@ -356,9 +346,7 @@ class Run:
 
     async def begin(self, logger: metrics.MetricsLogger, stop: threading.Event) -> Path:
         """Create the policy, warm it up if the settings say so, and write the checkpoint of step 0.
-
-        Returns the checkpoint's path. Also writes base/ and reference/ if the run needs them.
-        """
+        Return the checkpoint's path. Also writes base/ and reference/ if the run needs them."""
         settings = self.settings
         policy: Any = self.task.new_policy()
         if settings.warmup.max_steps:
@@ -369,7 +357,7 @@ class Run:
         if (lora := settings.model.lora) is not None:
             policy = new_adapter(base_weights(self.directory, settings.model), lora)
         elif algorithm.needs_reference:
-            # A resumed run needs it, and old checkpoints are deleted, so it is not in a checkpoint.
+            # A resumed run needs the reference, and old checkpoints are deleted.
             policy.save_pretrained(self.directory / "reference")
             reference = ReferencePolicy.copy_of(policy, algorithm.reference)
         learner = Learner(policy, algorithm, settings.trainer, reference)
@@ -380,10 +368,8 @@ class Run:
     async def warm_up(
         self, policy: PreTrainedModel, logger: metrics.MetricsLogger, stop: threading.Event
     ) -> None:
-        """Train `policy` on the warm-up's answers and log each step.
-
-        Raises KeyboardInterrupt after the step in which `stop` was set.
-        """
+        """Train `policy` on the warm-up's answers and log each step. Raises KeyboardInterrupt after
+        the step in which `stop` was set."""
         settings, view = self.settings, metrics.ProgressView(self.console, WARMUP_COLUMNS)
         with logger.shown_by(view):
             view.start_stage("warm-up", settings.warmup.max_steps, "warmup/step")
@@ -397,12 +383,8 @@ class Run:
     async def engines(
         self, learner: Learner, versions: WeightsVersionCounter
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """Serve the policy for the block: by an engine in this process, or by engine processes.
-
-        Engines are given the policy's weights themselves, since a checkpoint may be deleted before
-        an engine is restarted. With an adapter, or with a policy divided among ranks, they start
-        from the run's base weights and then receive the policy by a push.
-        """
+        """Serve the policy during the block, by an engine in this process or by engine
+        processes."""
         policy, lora = learner.policy, self.settings.model.lora
         engine, algorithm = self.settings.engine, self.settings.algorithm
         records_routing = engine.record_routing or algorithm.replay_routing
@@ -413,10 +395,11 @@ class Run:
             num_threads=self.threads.engine,
         )
         version = versions.reserve()
+        # Engines get weights and no checkpoint, which can be deleted before an engine restarts.
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
         if lora is not None and config.dtype == "auto":
-            config = replace(config, dtype="float32")  # the trainer's
+            config = replace(config, dtype="float32")  # the trainer's dtype
         async with self._serving(policy, config, version) as llm:
             if self.settings.pushes_at_start:
                 await learner.push(
@@ -429,7 +412,6 @@ class Run:
     async def _serving(
         self, policy: Any, config: InferenceConfig, version: int
     ) -> AsyncIterator[ThreadedLLM | AsyncLLM]:
-        """Start the engines that the settings ask for. `policy`: a model or its directory."""
         tokenizer, launcher = self.task.tokenizer, self.settings.launcher
         if num_engines := self.settings.num_engines:
             async with AsyncLLM(
@@ -448,7 +430,7 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """Return the producer of training batches. Its prompts continue as `state` says."""
+        """Return the producer of training batches, whose prompts continue as `state` says."""
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -471,7 +453,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The training loop of a run, and the parts that its steps share. Used by `Run.train_from`."""
+    """The training loop of a run. `Run.train_from` makes it."""
 
     run: Run
     learner: Learner
@@ -483,13 +465,10 @@ class Training:
     async def steps(
         self, step: int, stop: threading.Event
     ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, Any]]]:
-        """Train from `step` to the last step. Yields each step's number, batch and metrics.
-
-        Engines generate meanwhile if weights are synchronised in flight. Otherwise they are
-        suspended while the trainer trains, and unfinished rollouts continue under the new weights.
-        Saves every `checkpoint_interval` steps and after the last one. On `stop` it saves and
-        raises KeyboardInterrupt.
-        """
+        """Train from `step` to the last step. Yield each step's number, batch and metrics. Engines
+        generate during training only if weights are synchronised in flight. Saves every
+        `checkpoint_interval` steps and after the last one. When `stop` is set, it saves and raises
+        KeyboardInterrupt."""
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
         weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")
@@ -502,7 +481,7 @@ class Training:
             step += 1
             trained = await self.train(batch, step)
             with account.spend("update"):
-                if "weights" in settings.weight_sync.release:  # a push needs their memory
+                if "weights" in settings.weight_sync.release:  # a push needs the weights' memory
                     await self.llm.resume(only="weights")
                 await self.learner.push(
                     weight_sync, self.versions.reserve(), merges_adapter=settings.merges_adapter
@@ -522,8 +501,8 @@ class Training:
             engine = {**stats.as_metrics(), **use.take(stats)}
             row = {**batch.metrics, **trained, **evaluated, **engine, **rates}
             yield step, batch, self.with_warnings(step, batch, row)
-            # After the row is written, so that a resumed run finds a row for each finished step.
-            # The time counts towards the next step.
+            # Saved after the row is written, so that a resumed run has a row for each finished
+            # step. The time counts towards the next step.
             if step % trainer.checkpoint_interval == 0 or step == trainer.num_steps:
                 with account.spend("checkpoint"):
                     self.save(step)
@@ -538,10 +517,8 @@ class Training:
         return {**row, metrics.WARNINGS: found} if found else row
 
     async def next_batch(self) -> TrainingBatch:
-        """Return the producer's next batch.
-
-        Unless weights are synchronised in flight, engines run only in this call and in evaluations.
-        """
+        """Return the producer's next batch. Unless weights are synchronised in flight, engines run
+        only in this call and in evaluations."""
         settings = self.run.settings
         if settings.weight_sync.mode == "in_flight":
             with self.account.spend("wait"):
@@ -556,18 +533,17 @@ class Training:
         return batch
 
     async def train(self, batch: TrainingBatch, step: int) -> dict[str, float]:
-        """Train on the batch in a thread. Returns `train/*` metrics.
-
-        Reports the effective sample size to the producer, which may adapt its bound on staleness.
-        """
+        """Train on the batch in a thread and return `train/*` metrics. The producer gets the
+        effective sample size, which can change its staleness bound."""
 
         def update() -> dict[str, float]:
-            use_threads(self.run.threads.trainer)  # an engine in this process may have another
+            # An engine in this process can have set another number.
+            use_threads(self.run.threads.trainer)
             return self.learner.update(batch.rollouts, step)
 
         with self.account.spend("train"):
-            # In another thread, so that this event loop can receive rollouts meanwhile. A second
-            # Ctrl-C does not wait for it.
+            # The event loop can receive rollouts meanwhile. A second Ctrl-C does not wait for the
+            # thread.
             trained = await in_thread(update, TRAINING_THREAD)
         if "train/eff_sample_size" in trained:  # missing if no group had a reward spread
             self.producer.observe_effective_sample_size(trained["train/eff_sample_size"])

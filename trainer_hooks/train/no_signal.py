@@ -1,7 +1,7 @@
-"""step_warnings: explains why a training step taught nothing, and what may help.
+"""step_warnings: explains why a training step taught nothing, and what can help.
 
-Used by `trainer_hooks.train.main`. `trainer_hooks.metrics.step_warnings` has the kinds of warnings.
-Pure functions.
+Used by `trainer_hooks.train.main`. `trainer_hooks.metrics.step_warnings` lists the kinds of
+warnings. All functions are pure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainer_hooks.train.job import AlgorithmSettings
 from trainer_hooks.train.samples import cut_start, one_line
 
 _SEEN_CHARACTERS = _WANTED_CHARACTERS = 40
-# Columns that usually hold what a reward compares with, the likeliest first.
+# Columns that usually hold the right answer, the likeliest first.
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "target", "label")
-_NO_ANSWERS = ("messages", "data_source", "reward_model")  # columns that do not
+_NO_ANSWERS = ("messages", "data_source", "reward_model")  # columns without an answer
 
 
 def step_warnings(
@@ -34,12 +34,14 @@ def step_warnings(
     tokenizer: Tokenizer | None,
     success_reward: float = 1.0,
 ) -> dict[str, str]:
-    """Return the warnings of a step that taught nothing, by kind; {} for a step that taught.
+    """Return the warnings of a step that taught nothing, by kind, or {} if the step taught
+    something.
 
-    `row`: the metrics of the step and of its update. `batch`: each of its groups has a reward, as
-    the producer's `min_valid_samples` requires. `tokenizer`: decodes samples as for the reward.
-    `success_reward`: the reward of a good answer. A step in which all samples have it needs
-    harder prompts; one in which no sample has more than 0 needs easier ones.
+    `row`: the metrics of the step and of its update.
+    `batch`: the step's batch. Each of its groups has a reward.
+    `tokenizer`: decodes samples for the texts, as for the reward function.
+    `success_reward`: the reward of a good answer. If all samples have it, the warning advises
+        harder prompts.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     found: dict[str, str] = {}
@@ -59,9 +61,8 @@ def step_warnings(
 
 
 def _is_spread(batch: TrainingBatch, algorithm: AlgorithmSettings) -> bool:
-    """Return whether the rewards differ where the algorithm compares them: within a group or, for a
-    critic and REINFORCE++ without baseline, within the batch.
-    """
+    """Return whether the rewards differ within a group, or within the batch if the algorithm
+    compares the whole batch."""
     is_by_group = (
         algorithm.critic is None and algorithm.advantage_estimator != "reinforce_plus_plus"
     )
@@ -100,7 +101,6 @@ def _same_scores(
 
 
 def _without_gradient(row: Mapping[str, Any], num_rollouts: int) -> dict[str, str]:
-    """Return the warning of a step without a gradient, from the metrics of its update."""
     if not row["train/num_tokens"]:
         flat, cut = row["frac_reward_zero_std"], row["completions/clipped_ratio"]
         return {
@@ -129,7 +129,7 @@ def _without_gradient(row: Mapping[str, Any], num_rollouts: int) -> dict[str, st
 
 
 def _seen(group: ScoredGroup, tokenizer: Tokenizer | None) -> str:
-    """Return the end of the group's first scored completion, as the reward gets it."""
+    """Return the end of the group's first scored completion, as the reward function gets it."""
     pairs = zip(group.rollouts, group.rewards, strict=True)
     rollout = next(rollout for rollout, reward in pairs if not math.isnan(reward))
     completion = completion_of(rollout, tokenizer)
@@ -137,7 +137,7 @@ def _seen(group: ScoredGroup, tokenizer: Tokenizer | None) -> str:
 
 
 def _wanted(columns: Mapping[str, Any]) -> str:
-    """Return what the row says of the answer: its likeliest column, else its first two."""
+    """Return the row's answer: its likeliest answer column, or else its first two columns."""
     names = [name for name in _ANSWER_COLUMNS if columns.get(name) is not None][:1]
     names = names or [name for name in columns if name not in _NO_ANSWERS][:2]
     if not names:

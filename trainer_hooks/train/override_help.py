@@ -1,7 +1,7 @@
-"""`rollout train --help`: the config groups, and every key with its value and that value's source.
+"""`rollout train --help`: the config groups, and each key with its value and the value's source.
 
-Used by `trainer_hooks.train.hydra_job`, before Hydra composes a config: help must not need a
-complete one. Only reads config files.
+Used by `trainer_hooks.train.hydra_job` before Hydra composes a config, because help must not need a
+complete config. It reads config files.
 """
 
 from __future__ import annotations
@@ -44,18 +44,16 @@ _DEFAULT = "default"
 
 
 class Setting(NamedTuple):
-    """A value of a key, and its source: a file of conf/, "command line", or "default"."""
+    """A value of a key, and its source: a file of conf/, "command line" or "default"."""
 
     value: Any
     source: str
 
 
 def override_help(kind: type, directory: Path, words: Words) -> str:
-    """Return the help of a job whose whole config is a `kind`.
-
-    `directory`: directory of the configs. `words`: the command line.
-    Raises ConfigError for a config or an option that does not exist.
-    """
+    """Return the help of a job whose whole config is a `kind`. `directory` has the configs, and
+    `words` is the command line. Raises ConfigError for a config or an option that does not
+    exist."""
     with opened_configs(directory, words) as loader, errors_on_one_line():
         return "\n".join(_help(kind, loader, words))
 
@@ -63,7 +61,7 @@ def override_help(kind: type, directory: Path, words: Words) -> str:
 def _help(kind: type, loader: Any, words: Words) -> Iterator[str]:
     config_name = words.options.config_name
     overrides = [parsed_override(override) for override in words.overrides]
-    # Only a multirun may leave a group without a choice, as train.yaml leaves `data`.
+    # Only a multirun accepts a group without a choice, such as `data` of train.yaml.
     check_groups(loader, config_name, overrides, kind, RunMode.MULTIRUN)
     composed = loader.compute_defaults_list(config_name, words.overrides, RunMode.MULTIRUN)
     written: dict[str, Setting] = {}
@@ -100,7 +98,8 @@ def _help(kind: type, loader: Any, words: Words) -> Iterator[str]:
 
 
 def _write(written: dict[str, Setting], key: str, value: Any, source: str) -> None:
-    """Merge `value` into `written` at the dotted key: a mapping entry by entry."""
+    """Put `value` into `written` at the dotted key. The entries of a mapping are merged one by
+    one."""
     if isinstance(value, Mapping) and value:
         for name, own in value.items():
             _write(written, f"{key}.{name}" if key else str(name), own, source)
@@ -111,7 +110,6 @@ def _write(written: dict[str, Setting], key: str, value: Any, source: str) -> No
 
 
 def _delete(written: dict[str, Setting], key: str) -> None:
-    """Delete the value at the dotted key and the values below it."""
     for name in [name for name in written if f"{name}.".startswith(f"{key}.")]:
         del written[name]
 
@@ -119,10 +117,8 @@ def _delete(written: dict[str, Setting], key: str) -> None:
 def _settings(
     kind: type, written: Mapping[str, Setting], path: str
 ) -> Iterator[tuple[str, str, Setting]]:
-    """Yield the key, choices and setting of each field of the dataclass `kind` at `path`.
-
-    A mapping with names of its own, such as reward.terms, has a row for each written value in it.
-    """
+    """Yield the key, choices and setting of each field of the dataclass `kind` at `path`. A mapping
+    with free names, such as reward.terms, has a row for each value in it."""
     types = field_types(kind)
     for field in dataclasses.fields(kind):
         if not field.init:
@@ -147,7 +143,7 @@ def _default(field: dataclasses.Field[Any]) -> Setting:
 
 
 def _choices(kind: Any) -> str:
-    """Return the values that a Literal or an enum may have; "" for other types."""
+    """Return the values of a Literal or an enum, or "" for other types."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return ", ".join(str(member.value) for member in kind)
     options = typing.get_args(kind)

@@ -1,8 +1,8 @@
-"""Checks a job's command line before Hydra composes its config: each mistake is one ConfigError.
+"""Checks a job's command line before Hydra composes its config. Each mistake raises one
+ConfigError.
 
-Used by `trainer_hooks.train.command`, `trainer_hooks.train.hydra_job`,
-`trainer_hooks.train.override_help` and `trainer_hooks.train.job`. Hydra answers most mistakes with
-several lines, or with the grammar that a word breaks. Reads config files; imports no torch.
+Used by `trainer_hooks.train` (hydra_job, job, override_help). Hydra itself reports mistakes in
+several lines. This module reads config files and imports no torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,13 @@ from trainer_hooks.train.config_loading import (
 
 T = TypeVar("T")
 _NO_ENTRIES = ("_dummy_empty_config_", "base")
-# Suffix of a file of prompts -> the option of the group `data` that reads it.
+# The option of the group `data` that reads a file of prompts, by the file's suffix.
 _READERS = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 class Words(NamedTuple):
-    """A command line: Hydra's options, and overrides that `checked_overrides` returned.
-
-    flags: the words before the overrides, as they were given.
-    """
+    """A command line: Hydra's options, the words before the overrides (`flags`), and checked
+    overrides."""
 
     options: argparse.Namespace
     flags: list[str]
@@ -51,16 +49,14 @@ class Words(NamedTuple):
 
     @property
     def all(self) -> list[str]:
-        """The command line for Hydra, whose parser refuses overrides on both sides of a flag."""
+        """Return the command line for Hydra, with all overrides after the flags."""
         return [*self.flags, *self.overrides]
 
 
 def read_words(arguments: Sequence[str], kind: type, config_name: str) -> Words:
-    """Return the parsed command line of a job whose whole config is a `kind`.
-
-    `config_name`: the entry config if no option names one. Raises ConfigError for an unknown
-    option, a word that is no override and an unknown key.
-    """
+    """Return the parsed command line of a job whose whole config is a `kind`. `config_name` is the
+    entry config if no option names one. Raises ConfigError for an unknown option, an unknown key,
+    and a word that is no override."""
     flags = [argument for argument in arguments if not is_override(argument)]
     given = [argument for argument in arguments if is_override(argument)]
     parser = get_args_parser()
@@ -82,16 +78,13 @@ def read_words(arguments: Sequence[str], kind: type, config_name: str) -> Words:
 
 
 def is_override(argument: str) -> bool:
-    """Return whether Hydra's parser takes an argument as an override: KEY=VALUE or ~KEY."""
+    """Return whether Hydra parses an argument as an override: KEY=VALUE or ~KEY."""
     return argument.startswith("~") or (not argument.startswith("-") and "=" in argument)
 
 
 def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
-    """Compose the config of a command line and return it as a `kind`; None for a multirun, whose
-    jobs have a config each.
-
-    `directory`: directory of the job's config files. Raises ConfigError.
-    """
+    """Compose the config of a command line from `directory` and return it as a `kind`. Return None
+    for a multirun, whose jobs have different configs. Raises ConfigError."""
     with opened_configs(directory, words) as loader:
         parsed = [parsed_override(override) for override in words.overrides]
         mode = RunMode.MULTIRUN if words.options.multirun else RunMode.RUN
@@ -101,11 +94,11 @@ def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
         with errors_on_one_line():
             try:
                 config = loader.load_configuration(words.options.config_name, words.overrides, mode)
-            except (HydraException, ValueError):  # a ValueError for an option that is no text
+            except (HydraException, ValueError):  # ValueError: an option is no text
                 check_groups(loader, words.options.config_name, parsed, kind, mode)
                 raise
         if mode is RunMode.MULTIRUN:
-            if not config.hydra.searchpath:  # whose options the loader does not list
+            if not config.hydra.searchpath:  # the loader does not list its options
                 check_groups(loader, words.options.config_name, parsed, kind, mode)
             return None
         own = OmegaConf.masked_copy(config, [name for name in config if name != "hydra"])
@@ -114,10 +107,8 @@ def settings_of(words: Words, kind: type[T], directory: Path) -> T | None:
 
 @contextmanager
 def opened_configs(directory: Path, words: Words) -> Iterator[Any]:
-    """Yield Hydra's config loader for `directory` and the command line's own --config-dir.
-
-    Raises ConfigError for a directory or an entry config that does not exist.
-    """
+    """Yield Hydra's config loader for `directory` and the directory of --config-dir. Raises
+    ConfigError for a directory or an entry config that does not exist."""
     own = words.options.config_dir
     if own is not None and not Path(own).is_dir():
         raise ConfigError(f"--config-dir {own} is not a directory; give one with config files")
@@ -144,20 +135,19 @@ def errors_on_one_line() -> Iterator[None]:
 
 
 def entry_configs(loader: Any) -> list[str]:
-    """Return the names that --config-name may have."""
+    """Return the values that --config-name accepts."""
     return [name for name in loader.get_group_options("") if name not in _NO_ENTRIES]
 
 
 def groups_of(loader: Any) -> list[str]:
-    """Return the names of the job's config groups."""
     return [group for group in loader.list_groups("") if group != "hydra"]
 
 
 def check_groups(
     loader: Any, config_name: str, overrides: Sequence[Override], kind: type, mode: RunMode
 ) -> None:
-    """Raise ConfigError for an override that chooses an option that its group lacks, and in a
-    single run for a group without a choice."""
+    """Raise ConfigError for an override that chooses an option which its group lacks. In a single
+    run, also raise it for a group without a choice."""
     for override in overrides:
         group = override.key_or_group
         if group not in groups_of(loader) or override.is_delete():
@@ -169,7 +159,7 @@ def check_groups(
                 raise ConfigError(f"{group}={choice} is unknown; {remedy}")
     if mode is RunMode.MULTIRUN:
         return
-    # Only a multirun may leave a group open, so this call lists all that are.
+    # A multirun accepts groups without a choice, so this call lists all of them.
     lines = [override.input_line or "" for override in overrides]
     composed = loader.compute_defaults_list(config_name, lines, RunMode.MULTIRUN)
     for group, choice in composed.overrides.known_choices.items():
@@ -183,7 +173,8 @@ def check_groups(
 
 
 def parsed_override(override: str) -> Override:
-    """Return the override, parsed. Raises ConfigError, which quotes a value that needs it."""
+    """Return the parsed override. Raises ConfigError, which shows the quoted form, if a value needs
+    quotes."""
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -194,13 +185,14 @@ def parsed_override(override: str) -> Override:
 
 
 def checked_overrides(arguments: Sequence[str], kind: type) -> list[str]:
-    """Return `arguments` with every plain `key=value` checked against the fields of `kind`.
+    """Return `arguments` for Hydra, with every plain `key=value` checked against the fields of
+    `kind`.
 
-    Hydra accepts only keys that a YAML file lists, so the keys of fields become `++key=value`. A
-    config group that is given by an import path, as in reward=package.module:function, becomes the
-    overrides that its dataclass returns from `overrides_of`. Other groups pass unchanged, as do the
-    groups in `kind.PRESETS`, flags, `+`, `++` and `~` overrides, and Hydra's own keys. Raises
-    ConfigError for an unknown key.
+    Raises ConfigError for an unknown key. The key of a field becomes `++key=value`, because Hydra
+    accepts only keys that a YAML file lists. A group given as an import path, such as
+    reward=package.module:function, becomes the overrides from its dataclass's `overrides_of`. All
+    other arguments pass unchanged: groups, flags, Hydra's own keys, and overrides with `+`, `++` or
+    `~`.
     """
     return [checked for argument in arguments for checked in _checked_override(argument, kind)]
 
@@ -212,7 +204,7 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if not assigned or key[0] in "+-~" or key.partition("/")[0].partition(".")[0] == "hydra":
         return [argument]
     part: type | None = kind
-    by_name: type | None = None  # the dataclass of a mapping's entries; the next name is free
+    by_name: type | None = None  # the dataclass of a mapping's entries, whose names are free
     if key in getattr(kind, "PRESETS", ()):
         return [argument]
     names = key.split(".")
@@ -231,7 +223,7 @@ def _checked_override(argument: str, kind: type) -> list[str]:
     if part is not None and ":" in value and hasattr(part, "overrides_of"):
         overrides: list[str] = part.overrides_of(value)
         return overrides
-    # A whole dataclass is a config group, as in `model=small`: Hydra chooses.
+    # A whole dataclass is a config group, as in `model=small`, which Hydra resolves.
     return [argument] if len(names) == 1 else [f"++{argument}"]
 
 
@@ -243,7 +235,6 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _remedy(name: str, value: str, kind: type) -> str:
-    """Return how an unknown option is written as an override."""
     key = name if name in field_types(kind) else _key_of(name, kind)
     if key is None:
         return hint_for(name) or "settings are written KEY=VALUE; see rollout train --help"
@@ -251,17 +242,16 @@ def _remedy(name: str, value: str, kind: type) -> str:
 
 
 def _key_of(name: str, kind: type) -> str | None:
-    """Return the dotted key of a setting that has this name in one section; None without one."""
+    """Return the dotted key of a setting with this name, or None unless exactly one section has
+    it."""
     types = {section: dataclass_of(inner) for section, inner in field_types(kind).items()}
     found = [s for s, part in types.items() if part is not None and name in field_types(part)]
     return f"{found[0]}.{name}" if len(found) == 1 else None
 
 
 def _remedy_of_word(word: str, last: str | None, kind: type) -> str:
-    """Return what to write in place of a word that is no override.
-
-    `last`: the override before the word, whose value the word may belong to; None without one.
-    """
+    """Return what to write in place of a word that is no override. `last` is the override before
+    the word, whose unquoted value perhaps includes the word, or None."""
     if (remedy := _remedy_of_file(word)) is not None:
         return remedy
     key = word.replace("-", "_")
@@ -282,13 +272,12 @@ def _remedy_of_word(word: str, last: str | None, kind: type) -> str:
 
 
 def _remedy_of_file(word: str) -> str | None:
-    """Return how a file of prompts is given; None for a word that names no such file."""
+    """Return how to give a file of prompts, or None if `word` names no such file."""
     reader = _READERS.get(Path(word).suffix)
     return reader and f"for a file of prompts give data={reader} data.path={word}"
 
 
 def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: type) -> str:
-    """Return what to give in place of an option that `group` lacks."""
     if group == "data" and (remedy := _remedy_of_file(choice)) is not None:
         return remedy
     if group == "model" and ("/" in choice or Path(choice).is_dir()):
@@ -301,7 +290,7 @@ def _remedy_of_choice(group: str, choice: str, options: Sequence[str], kind: typ
 
 
 def _choices_of(override: Override) -> list[str]:
-    """Return the options that an override of a group chooses; several for a sweep or a list."""
+    """Return the options that an override of a group chooses. A sweep or a list chooses several."""
     value: Any = override.sweep_iterator() if override.is_sweep_override() else override.value()
     if value is None:
         return ["null"]
@@ -311,7 +300,6 @@ def _choices_of(override: Override) -> list[str]:
 
 
 def _several_values(override: Override, kind: type) -> ConfigError:
-    """Return the error for values with commas between them in a job of one run."""
     key, _, value = (override.input_line or "").lstrip("+").partition("=")
     text = str(_type_at(key, kind))
     remedies = [f"one value is quoted: {_quoted(key, value)}"] if "str" in text else []
@@ -322,7 +310,7 @@ def _several_values(override: Override, kind: type) -> ConfigError:
 
 
 def _type_at(key: str, kind: type) -> Any:
-    """Return the type of the field at a dotted key; None for a key of a free mapping."""
+    """Return the type of the field at a dotted key, or None for a key of a free mapping."""
     found: Any = kind
     for name in key.split("."):
         part = dataclass_of(found)
@@ -331,6 +319,6 @@ def _type_at(key: str, kind: type) -> Any:
 
 
 def _quoted(key: str, value: str) -> str:
-    """Return an override whose value is quoted for Hydra, and whole for the shell."""
+    """Return an override whose value is quoted for Hydra and for the shell."""
     text = value.strip("'\"").replace("\\", "\\\\").replace('"', '\\"')
     return shlex.quote(f'{key}="{text}"')

@@ -1,8 +1,8 @@
 """The demo's prompts, which ask for a palindrome of given letters, and its tokenizer.
 
-The prompts come from reasoning-gym, whose verifier scores the answers. Used by
-`trainer_hooks.train.task` through configs: conf/data/palindrome.yaml names `prompts`,
-conf/model/tiny.yaml names `letter_tokenizer`. Nothing is written.
+The configs conf/data/palindrome.yaml and conf/model/tiny.yaml name `prompts` and
+`letter_tokenizer`, which `trainer_hooks.train.task` imports. reasoning-gym makes the prompts and
+scores the answers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from trainer_hooks import PromptItem
 from trainer_hooks.prompts.sources import ReasoningGymPrompts
 
-# Number of items of a seed. It is far more than a run reads, so runs of two seeds share no item.
+# Number of items of a seed. A run reads far fewer items, so runs of two seeds share no item.
 ITEMS_PER_SEED = 1_000_000
 MAX_SEEDS = 1_000
-NUM_PROMPTS = 50_000  # for training, and as many for the warm-up
+NUM_PROMPTS = 50_000  # training and warm-up have so many prompts each
 END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN = "<end>", "<pad>", "<unknown>"
 SEPARATOR = ", "
 
@@ -27,14 +27,11 @@ SEPARATOR = ", "
 def prompts(
     part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
 ) -> Sequence[PromptItem] | TrainingPrompts:
-    """Return the prompts of a part of the run with `seed`.
-
-    `part`: "held_out", "train" or "warmup".
-    reasoning-gym draws item i of a dataset with seed s from seed s + i, so datasets with nearby
-    seeds share items. Therefore all runs share one dataset, and each part of each run gets its own
-    range of indices. The first items are held out for evaluation; training and warm-up never get
-    the letters of a held-out item, in any order.
-    """
+    """Return the prompts of a part of the run with `seed`. `part` is "held_out", "train" or
+    "warmup". Training and warm-up never get the letters of a held-out item, in any order. Parts and
+    runs share no items."""
+    # reasoning-gym draws item i of a dataset with seed s from seed s + i, so that datasets with
+    # nearby seeds share items. All runs share one dataset and use different ranges of it.
     items = ReasoningGymPrompts(
         "palindrome_generation",
         size=num_held_out + MAX_SEEDS * ITEMS_PER_SEED,
@@ -50,16 +47,13 @@ def prompts(
 
 
 class TrainingPrompts:
-    """A sequence of NUM_PROMPTS prompts, each created when it is read.
-
-    An item with the letters of a held-out item is replaced by the item NUM_PROMPTS further on.
-    """
+    """A sequence of NUM_PROMPTS prompts, each created when it is read. An item with the letters of
+    a held-out item is replaced by the item NUM_PROMPTS places later."""
 
     def __init__(self, items: ReasoningGymPrompts, start: int, held_out: set[str]) -> None:
         self._items, self._start, self._held_out = items, start, held_out
 
     def __len__(self) -> int:
-        """Number of prompts."""
         return NUM_PROMPTS
 
     def __getitem__(self, index: int) -> PromptItem:
@@ -72,21 +66,18 @@ class TrainingPrompts:
 
 
 def letters_of(item: PromptItem) -> list[str]:
-    """Return the letters that the item's prompt gives."""
     return list(item.columns["entry"]["metadata"]["letters"])
 
 
 def sorted_letters(item: PromptItem) -> str:
-    """Return the item's letters in alphabetical order, to compare the letters of items."""
+    """Return the item's letters in alphabetical order."""
     return "".join(sorted(letters_of(item)))
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each lowercase letter, for the line break, for the
-    instruction that begins every prompt, and for the separator of its letters.
-
-    Any other character is UNKNOWN_TOKEN.
-    """
+    """Return a tokenizer with a token for each lowercase letter, the line break, the instruction
+    that begins every prompt, and the separator of its letters. Any other character is
+    UNKNOWN_TOKEN."""
     item = ReasoningGymPrompts("palindrome_generation", size=1)[0]
     instruction, _, _ = str(item.prompt).partition(SEPARATOR.join(letters_of(item)))
     tokens = [PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, "\n", *string.ascii_lowercase]

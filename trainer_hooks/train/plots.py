@@ -1,7 +1,7 @@
-"""Figures for papers and pages: curves of runs with bands over their seeds, by matplotlib.
+"""Figures of runs for papers and pages, drawn by matplotlib, with bands over the seeds.
 
-Used by `trainer_hooks.train.report` (`write_figure`) and `benchmarks.smollm` (`plot_curve`). Writes
-PDF, SVG and PNG files. matplotlib is imported when a figure is drawn, since it is an extra.
+Used by `trainer_hooks.train.report` (`write_figure`) and `benchmarks.smollm` (`plot_curve`). It
+writes PDF, SVG and PNG files. matplotlib is imported only when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainer_hooks.train.report_charts import LABELS
 from trainer_hooks.train.run_results import RunResults, band_note, metric_names, prompts_note
 from trainer_hooks.train.svg_charts import LIGHT_COLOURS, NUM_COLOURS
 
-# Text stays text in a PDF (journals refuse Type 3 fonts), and equal curves give equal files.
+# PDFs have text instead of Type 3 fonts, which journals refuse. Equal curves give equal files.
 _SETTINGS: dict[Any, Any] = {"pdf.fonttype": 42, "svg.hashsalt": "rollout", "font.size": 9}
-# Without the date and the version of matplotlib.
+# None removes dates and the version of matplotlib.
 _METADATA: dict[str, dict[str, None]] = {
     ".pdf": {"CreationDate": None, "Producer": None},
     ".svg": {"Date": None, "Creator": None},
@@ -39,11 +39,13 @@ def write_figure(
     metrics: Sequence[str] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Draw metrics of the runs over their steps, as one panel, and return `path`.
+    """Draw metrics of the runs over their steps in one panel, and return `path`.
 
-    `path`: a .pdf, .svg or .png file, which is replaced; its directory is made. `metrics`: None for
-    DEFAULT_METRICS, of several runs only the first of them. `title`: None for none. Raises
-    ConfigError for another kind of file, for a metric that a run lacks, and if matplotlib is
+    `path`: a .pdf, .svg or .png file, which is replaced.
+    `metrics`: names of the metrics. None takes the reward, and for a single run the held-out
+        reward, too.
+
+    Raises ConfigError for another kind of file, for a metric that a run lacks, and if matplotlib is
     missing.
     """
     if path.suffix not in _METADATA:
@@ -83,7 +85,7 @@ def write_figure(
         axes.spines[["top", "right"]].set_visible(False)
         if title is not None:
             figure.suptitle(title)
-        if len(axes.lines) > 1 or band_note(runs):  # above the panel, where it hides no curve
+        if len(axes.lines) > 1 or band_note(runs):  # a legend above the panel hides no curve
             place: dict[str, Any] = {"loc": "outside upper left", "ncols": 2, "frameon": False}
             figure.legend(title=band_note(runs) or None, alignment="left", **place)
         kind: dict[str, Any] = {"format": path.suffix[1:], "metadata": _METADATA[path.suffix]}
@@ -92,10 +94,8 @@ def write_figure(
 
 
 def plot_curve(axes: Any, run: RunResults, metric: str, **style: Any) -> None:
-    """Draw a metric of a run into matplotlib's `axes`: its mean over the seeds, and their range.
-
-    `style`: arguments of `axes.plot`, such as the line's label.
-    """
+    """Draw a run's metric into matplotlib's `axes`: the mean over the seeds, and their range as a
+    band. `style` has arguments of `axes.plot`, such as the label."""
     points = run.points(metric)
     xs = [point.x for point in points]
     if len(points) <= _MAX_MARKERS:

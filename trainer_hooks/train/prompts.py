@@ -1,6 +1,6 @@
 """Opens the prompt sources that a job's settings name, and holds prompts out for evaluation.
 
-Used by `trainer_hooks.train.task`. Reads files, logs, and writes nothing.
+Used by `trainer_hooks.train.task`. It reads files and logs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ logger = logging.getLogger(__name__)
 def open_source(
     source: SourceSettings, chat: ChatFormat | None, part: str, seed: int
 ) -> PromptRows:
-    """Return the rows of one source, of any kind but "environment".
+    """Return the rows of one source of any kind but "environment".
 
-    `chat`: format of the prompts; None leaves them as they are.
+    `chat`: format of the prompts. None leaves prompts as they are.
     `part`, `seed`: arguments of the function of a source of kind "python".
-    Raises ConfigError if a source that takes one path has several, and for missing files.
+
+    Raises ConfigError for missing files, and for several paths if the source takes one.
     """
     path, column, options = source.path, source.prompt_column, dict(source.options)
     assert path is not None, "the settings check it"
@@ -57,8 +58,8 @@ def open_source(
 class SplitPrompts:
     """Prompts for training, and held-out prompts for evaluation.
 
-    `held_out_keys`: hashes (`key_of`) of the prompts that were taken out of the sources and must
-    not be trained on. Empty if the held-out prompts come from `data.held_out_path`.
+    `held_out_keys`: hashes (`key_of`) of held-out prompts that were taken out of the sources. Empty
+        if the held-out prompts come from `data.held_out_path`.
     """
 
     train: PromptRows
@@ -67,13 +68,11 @@ class SplitPrompts:
 
 
 def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> SplitPrompts:
-    """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the rest.
-
-    Sources are split before they are mixed, because a mixture repeats the rows of small sources.
-    All rows with a held-out prompt, in any source, are left out of training. At most a tenth of all
-    distinct prompts is held out, and at most a tenth of each source's distinct prompts. Raises
-    ConfigError if a source has no row left.
-    """
+    """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the other
+    rows. At most a tenth of all distinct prompts is held out, and at most a tenth of each source's
+    distinct prompts. No training row has a held-out prompt. Raises ConfigError if a source has no
+    row left."""
+    # Sources are split before they are mixed, because a mixture repeats the rows of small sources.
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
     num_held_out = min(data.num_held_out, num_prompts // 10)
@@ -87,7 +86,7 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
     keys = frozenset(sources[n].keys[i] for n, indices in chosen.items() for i in indices)
     train = {name: without_prompts(source, keys, name) for name, source in sources.items()}
     held_out = {n: SelectedRows(sources[n].rows, own) for n, own in chosen.items() if own}
-    # Weighted by numbers of rows, so that the mixture has every row once.
+    # With the numbers of rows as weights, the mixture has every row once.
     num_each = {name: float(len(rows)) for name, rows in held_out.items()}
     own_rows = _mixed(held_out, num_each, data) if held_out else []
     rows = _mixed(train, {name: own.weight for name, own in data.named_sources.items()}, data)
@@ -104,17 +103,15 @@ def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> Spl
 def _mixed(
     rows: Mapping[str, PromptRows], weights: Mapping[str, float], data: DataSettings
 ) -> PromptRows:
-    """Return the mixture of `data.sources`, with their names in the rows, or the only source."""
+    """Return the mixture of the sources, or the only source if `data.sources` is empty."""
     if not data.sources:
         return next(iter(rows.values()))
     return MixedPrompts({name: (own, weights[name]) for name, own in rows.items()})
 
 
 def without_prompts(source: CheckedRows, keys: frozenset[int], name: str) -> PromptRows:
-    """Return the rows of a source whose prompts have none of these keys.
-
-    `name`: name of the source, for messages. Raises ConfigError if no row is left.
-    """
+    """Return the rows of a source whose prompts have none of these keys. `name` is the source's
+    name, for messages. Raises ConfigError if no row is left."""
     if not keys:
         return source.rows
     kept = [index for index, key in enumerate(source.keys) if key not in keys]
@@ -142,11 +139,9 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return the first `data.num_held_out` good rows, or all good rows if it is 0, as prompts.
-
-    `rows`: the rows of `data.held_out_path`. Logs a warning if some are also in `train`.
-    Raises ConfigError for bad rows if `data.on_bad_row` is "refuse", and if all rows are bad.
-    """
+    """Return the first `data.num_held_out` good rows of `data.held_out_path`, or all good rows if
+    it is 0. Logs a warning if some are also in `train`. Raises ConfigError if all rows are bad, or
+    for a bad row if `data.on_bad_row` is "refuse"."""
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))
     trained = set(train.keys)

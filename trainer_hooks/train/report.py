@@ -1,11 +1,12 @@
-"""One or several runs as one HTML page: results, what ran, curves, staleness, time and samples.
-
-`trainer_hooks.train.main` writes the page of each seed when it ends, and the page of all seeds.
-`rollout report` (`run`) writes the page of runs in progress, and of several runs in one:
+"""The HTML page of one or several training runs, and the command `rollout report`.
 
     rollout report outputs/train/demo/seed_0
-    rollout report outputs/train/demo outputs/train/ppo         # curves over each other
-    rollout report outputs/train/demo --figure reward.pdf       # the reward alone, for a paper
+    rollout report outputs/train/demo outputs/train/ppo         # compares two runs
+    rollout report outputs/train/demo --figure reward.pdf       # only the reward, for a paper
+
+A page has results, commands, curves, staleness, times and samples. `trainer_hooks.train.main`
+writes the page of each seed and of all seeds when they end. `rollout report` calls `run`.
+scripts/run_pictures.py calls `write_report`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from trainer_hooks.train.samples import Sample
 from trainer_hooks.train.svg_charts import SCRIPT, STYLE
 
 REPORT_NAME = "report.html"
-_MAX_NAME_LENGTH = 100  # of the runs in a file name
+_MAX_NAME_LENGTH = 100  # most characters of run names in a file name
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1b1b; --quiet: #5c5c5c; --rule: #ccc;
   --warning: #b3261e; --warning-page: #fdecea; }
@@ -82,10 +83,12 @@ def write_report(
 ) -> Path:
     """Write the page of the runs in `directories`, and return its path.
 
-    Each is the directory of a run, with its seeds in seed_*, or of one seed. Runs may be in
-    progress, or may have been killed. `output`: the file, by default report.html in the directory,
-    or report-<runs>.html in the working directory for several. It is replaced. `title`: heading of
-    the page. Raises ConfigError for a directory without metrics.jsonl.
+    `directories`: each has one run with its seeds in seed_*, or one seed. Runs can be unfinished.
+    `output`: the file, which is replaced. The default is report.html in the directory, or
+        report-<runs>.html in the working directory for several runs.
+    `title`: heading of the page.
+
+    Raises ConfigError for a directory without metrics.jsonl.
     """
     paths = [Path(directory) for directory in directories]
     runs = read_runs(paths)
@@ -95,7 +98,7 @@ def write_report(
 
 
 def default_output(paths: Sequence[Path], runs: Sequence[RunResults]) -> Path:
-    """Return the file of a report of the runs in `paths`."""
+    """Return the default file of a report of the runs in `paths`."""
     if len(paths) == 1:
         return paths[0] / REPORT_NAME
     names = "-".join(run.name.replace("/", "_") for run in runs)
@@ -103,12 +106,10 @@ def default_output(paths: Sequence[Path], runs: Sequence[RunResults]) -> Path:
 
 
 def report_page(runs: Sequence[RunResults], directory: Path, title: str | None = None) -> str:
-    """Return the page as text. `directory`: where it will be, for links to files of the runs.
-
-    The page needs no other file and no network, and is well-formed XML. One seed has curves with
-    all metrics of a kind in one chart, and samples. Several seeds of a run are a mean with a band.
-    Several runs have a chart per metric with a line for each run.
-    """
+    """Return the page as text, which needs no other file and no network. `directory` is the page's
+    directory, from which it links to files of the runs. One seed has a chart for all metrics of a
+    kind, and samples. Several seeds of a run are drawn as a mean with a band. Several runs have a
+    chart per metric with a line for each run."""
     lengths = [[sample_lengths(seed.directory) for seed in run.seeds] for run in runs]
     is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     samples: list[Sample] = []
@@ -148,7 +149,7 @@ def _anchor(name: str) -> str:
 
 
 def _title(runs: Sequence[RunResults]) -> str:
-    """Return the heading: what a single run trained, or the names of several runs."""
+    """Return the heading: the algorithm and data of a single run, or the names of several runs."""
     if len(runs) > 1:
         return " · ".join(run.name for run in runs)
     (run,) = runs
@@ -162,7 +163,6 @@ def _title(runs: Sequence[RunResults]) -> str:
 
 
 def _warnings_html(runs: Sequence[RunResults]) -> str:
-    """Return a list of the warnings of each seed; "" without one."""
     found = [
         (f"{run.name}, {seed.name}: " if len(_columns(runs)) > 1 else "") + text
         for run in runs
@@ -174,21 +174,22 @@ def _warnings_html(runs: Sequence[RunResults]) -> str:
 
 
 def warnings_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return how often a run had each kind of warning, and the texts of the last step with one."""
+    """Return how often a run had each kind of warning, and the texts of the last step that had
+    warnings."""
     last: Mapping[str, str] = next((w for row in reversed(rows) if (w := row.get(WARNINGS))), {})
     return [*run_warnings(rows), *last.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of a table: its heading, and the seeds that it sums up."""
+    """A column of a table: its heading, and the seeds whose mean it shows."""
 
     name: str
     seeds: Sequence[SeedResults]
 
 
 def _columns(runs: Sequence[RunResults]) -> list[_Column]:
-    """Return a column per run; if there is only one, a column per seed, after one of all seeds."""
+    """Return a column per run. A single run has a column per seed, after a column of all seeds."""
     if len(runs) > 1:
         return [_Column(run.label, run.seeds) for run in runs]
     seeds = runs[0].seeds
@@ -197,7 +198,8 @@ def _columns(runs: Sequence[RunResults]) -> list[_Column]:
 
 
 def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: str) -> str:
-    """Return a table of HTML cells by label, a column for each of `columns`; empty rows go."""
+    """Return an HTML table. `rows` has the cells of each row by its label. Empty rows are
+    omitted."""
     head = ""
     if len(columns) > 1:
         names = "".join(f"<th>{text_html(column.name)}</th>" for column in columns)
@@ -214,14 +216,13 @@ def _table(rows: Mapping[str, Sequence[str]], columns: Sequence[_Column], kind: 
 
 
 def _results(runs: Sequence[RunResults]) -> str:
-    """Return a table of the results of each run, or of each seed of a single run."""
     columns = _columns(runs)
     if not any(seed.steps for run in runs for seed in run.seeds):
         return '<p class="note">No training step is in the metrics.</p>'
     found = [[_numbers(seed) for seed in column.seeds] for column in columns]
     labels = dict.fromkeys(label for seeds in found for own in seeds for label in own)
     rows = {
-        label: [_summed_up([own.get(label) for own in seeds]) for seeds in found]
+        label: [_mean_text([own.get(label) for own in seeds]) for seeds in found]
         for label in labels
     }
     return _table(rows, columns, "results stacked" if len(columns) > 1 else "results")
@@ -229,7 +230,7 @@ def _results(runs: Sequence[RunResults]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Numbers of one seed that a table shows together, as a change from the first to the last."""
+    """Numbers of one seed that a table cell shows together. `shown` formats each number."""
 
     values: Sequence[float]
     shown: Callable[[float], str]
@@ -237,7 +238,6 @@ class _Numbers:
 
 
 def _numbers(seed: SeedResults) -> dict[str, _Numbers]:
-    """Return what the table says of a seed, by label."""
     steps, found = figures.training_steps(seed.rows), {}
     reward, held_out = figures.sampled_reward(steps), figures.held_out_reward(seed.rows)
     if held_out is not None:
@@ -270,8 +270,8 @@ def _change(change: figures.RewardChange, note: str) -> _Numbers:
     return _Numbers(values, "{:.3f}".format, note)
 
 
-def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
-    """Return the means over the seeds that have the figure, with the range if they differ."""
+def _mean_text(seeds: Sequence[_Numbers | None]) -> str:
+    """Return the means over the seeds that have the numbers, with the range if they differ."""
     given = [figure for figure in seeds if figure is not None]
     num_values = max((len(figure.values) for figure in given), default=0)
     given = [figure for figure in given if len(figure.values) == num_values]
@@ -285,7 +285,6 @@ def _summed_up(seeds: Sequence[_Numbers | None]) -> str:
 
 
 def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
-    """Return a table of the command, the versions and the files of each run."""
     columns = [_Column(run.label, run.seeds) for run in runs]
     cells = [_about(run, directory) for run in runs]
     rows = {label: [own[label] for own in cells] for label in cells[0]}
@@ -294,7 +293,6 @@ def _what_ran(runs: Sequence[RunResults], directory: Path) -> str:
 
 
 def _about(run: RunResults, directory: Path) -> dict[str, str]:
-    """Return the cells about a run by their labels. An unknown one is empty."""
     start = run.seeds[0].last_start
     versions = ", ".join(f"{name} {number}" for name, number in start.get("versions", {}).items())
     num_ranks = start.get("num_ranks", 1)
@@ -320,7 +318,6 @@ def _about(run: RunResults, directory: Path) -> dict[str, str]:
 
 
 def _links(run: RunResults, name: str, directory: Path) -> str:
-    """Return links to the file `name` of each seed that has it."""
     links = []
     for seed in run.seeds:
         if (path := seed.directory / name).exists():
@@ -331,7 +328,7 @@ def _links(run: RunResults, name: str, directory: Path) -> str:
 
 
 def _web_link(text: str) -> str:
-    """Return a text such as "W&B: https://..." with its address as a link."""
+    """Return a text such as "W&B: https://..." as a link to its address."""
     _, is_address, rest = text.partition("https://")
     if not is_address:
         return _code(text.removeprefix("W&B, offline: "))
@@ -347,14 +344,14 @@ def _code(text: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors, which `rollout` reports as one line."""
+    """A parser that raises ConfigError, which `rollout` prints as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run `rollout report WORDS`: write a page or a figure and print its path. Returns 0."""
+    """Run `rollout report WORDS`: write a page or a figure and print its path. Return 0."""
     parser = _Parser(
         prog="rollout report",
         description="Draw the results of runs of rollout train: one HTML page, or a figure.",

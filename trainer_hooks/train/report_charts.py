@@ -1,6 +1,7 @@
 """The charts of a report: curves of one or several runs, and histograms over all their steps.
 
-Used by `trainer_hooks.train.report`. Pure functions from the results of runs to HTML.
+Used by `trainer_hooks.train.report`. `trainer_hooks.train.plots` uses LABELS. All functions are
+pure and return HTML.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from trainer_hooks.train.svg_charts import (
     steps_text,
 )
 
-# Metrics, or patterns of metrics, of each chart by its title, in the order of the page. Charts
-# without values are left out.
+# The charts in the order of the page: {title: metrics, or patterns of metrics}. A chart without
+# values is omitted.
 CURVES = {
     "reward": ("reward", figures.HELD_OUT_REWARD),
     "reward within a group, deviation": ("reward_std",),
@@ -58,7 +59,7 @@ CURVES = {
     "warm-up: reward": ("warmup/reward",),
     "warm-up: loss": ("warmup/loss",),
 }
-# Labels of metrics that share a chart; others have their names.
+# Labels of metrics that share a chart. The default label is the metric's name.
 LABELS = {
     "reward": "sampled",
     figures.HELD_OUT_REWARD: "held out, greedy",
@@ -69,8 +70,8 @@ LABELS = {
     "completions/tokens_per_s": "sampled",
     "train/tokens_per_s": "trained on",
 }
-_TIME_SHARE = "timing_share/"  # prefix of a share of the time account
-# Beginnings of the names of metrics of held-out prompts, after eval/ or eval/<source>/.
+_TIME_SHARE = "timing_share/"  # prefix of the metrics of TimeAccount
+# Metrics of held-out prompts begin with one of these names after eval/ or eval/<source>/.
 EVALUATED = ("greedy_reward", "reward", "pass@", "maj@")
 _MAX_LENGTH_BINS = 16
 
@@ -86,23 +87,20 @@ def curve_charts(runs: Sequence[RunResults]) -> list[str]:
 
 
 def evaluation_charts(runs: Sequence[RunResults]) -> list[str]:
-    """Return the charts of metrics of held-out prompts, with a line per source of a single run."""
+    """Return the charts of metrics of held-out prompts. A single run has a line per source."""
     return _curves(runs, _evaluations(runs))
 
 
 def share_charts(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths]]) -> list[str]:
-    """Return the charts of shares: of times, staleness and lengths.
-
-    The times and the staleness of a single seed are drawn over its steps. `lengths`: lengths of the
-    samples of each seed of each run.
-    """
+    """Return the charts of shares of time, staleness and lengths. `lengths` has the sample lengths
+    of each seed of each run. Time and staleness of a single seed are drawn over its steps."""
     is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     times = _charts_over_steps(runs[0].seeds[0]) if is_alone else [_time_chart(runs)]
     return list(filter(None, [*times, _age_chart(runs), _length_chart(runs, lengths)]))
 
 
 def _panels(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
-    """Return the metrics of each chart of CURVES, by its title and their labels."""
+    """Return the charts of CURVES as {title: {label: metric}}."""
     names = metric_names(runs)
     return {
         title: {
@@ -116,14 +114,14 @@ def _panels(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
 
 
 def _evaluations(runs: Sequence[RunResults]) -> dict[str, dict[str, str]]:
-    """Return the metrics of each chart of held-out prompts, by its title and their sources."""
+    """Return the charts of held-out prompts as {title: {source: metric}}."""
     panels: dict[str, dict[str, str]] = defaultdict(dict)
     for name in metric_names(runs):
         source, _, metric = name.removeprefix("eval/").rpartition("/")
         if name.startswith("eval/") and metric.startswith(EVALUATED):
             panels[f"held out: {metric}"][(source or "all") + prompts_note(runs, name)] = name
     if list(panels.get("held out: greedy_reward", {}).values()) == [figures.HELD_OUT_REWARD]:
-        del panels["held out: greedy_reward"]  # it is in the chart of the reward
+        del panels["held out: greedy_reward"]  # the chart "reward" has it
     return panels
 
 
@@ -136,7 +134,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _label(name: str, pattern: str) -> str:
-    """Return the label of a metric: what differs from the other metrics of its pattern."""
+    """Return the label of a metric: the part of its name that the pattern does not fix."""
     if "*" not in pattern:
         return LABELS.get(name, name)
     prefix, _, own = name.partition("/")
@@ -147,14 +145,15 @@ def _label(name: str, pattern: str) -> str:
 
 
 def _curves(runs: Sequence[RunResults], panels: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the charts of `panels`: of a single run one per panel, else one per metric."""
+    """Return the line charts of `panels`. A single run has one chart per panel, several runs one
+    per metric."""
     drawn = []
     for title, metrics in panels.items():
         by_label = {
             label: lines for label, name in metrics.items() if (lines := _lines(runs, name))
         }
         if title == "rewards by term" and len(by_label) == 1:
-            continue  # equals the reward
+            continue  # the only term equals the reward
         if len(runs) > 1:
             for label, lines in by_label.items():
                 own = title if len(by_label) == 1 else f"{title}: {label}"
@@ -175,7 +174,7 @@ def _line_figure(
 
 
 def _lines(runs: Sequence[RunResults], metric: str) -> dict[str, list[Point]]:
-    """Return the points of `metric` by run; {} if there are none, or only counts of 0."""
+    """Return the points of `metric` by run, or {} if there are none or only counts of 0."""
     lines = {run.label: run.points(metric) for run in runs}
     points = [point for line in lines.values() for point in line]
     is_empty = not any(p.high for p in points) if metric.startswith("rollouts/") else not points
@@ -208,10 +207,8 @@ def _age(age: int) -> str:
 
 
 def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return the shares of each step's time by category, the category with the largest sum first.
-
-    Categories that are always below 1% are left out.
-    """
+    """Return the shares of each step's time by category, the largest category first. Categories
+    that are always below 1% are omitted."""
     names = dict.fromkeys(name for row in steps for name in row if name.startswith(_TIME_SHARE))
     shares = {
         name.removeprefix(_TIME_SHARE): [row.get(name) or 0.0 for row in steps] for name in names
@@ -221,10 +218,8 @@ def _time_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _time_chart(runs: Sequence[RunResults]) -> str:
-    """Return a chart of the shares of all steps' time by category, with a bar per run.
-
-    Categories below 1% are left out.
-    """
+    """Return a chart of the shares of the time of all steps by category, with a bar per run.
+    Categories below 1% are omitted."""
     names = [name for name in metric_names(runs) if name.startswith(_TIME_SHARE)]
     seconds = {
         run.label: {
@@ -245,7 +240,7 @@ def _time_chart(runs: Sequence[RunResults]) -> str:
 
 
 def _age_chart(runs: Sequence[RunResults]) -> str:
-    """Return the histogram of the staleness of all tokens trained on, with a bar per run."""
+    """Return the histogram of the staleness of all trained tokens, with a bar per run."""
     tokens: dict[str, Counter[int]] = {}
     for run in runs:
         own = tokens[run.label] = Counter()
@@ -257,10 +252,8 @@ def _age_chart(runs: Sequence[RunResults]) -> str:
 
 
 def _length_chart(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths]]) -> str:
-    """Return the histogram of the lengths of the last steps' samples, with a bar per run.
-
-    A single run has a bar for its first steps, too. `lengths`: of each seed of each run.
-    """
+    """Return the histogram of the sample lengths of the last steps, with a bar per run. A single
+    run also has a bar for its first steps."""
     chosen: dict[str, list[int]] = {}
     for run, seeds in zip(runs, lengths, strict=True):
         steps = sorted({step for own in seeds for step in own})
@@ -288,10 +281,8 @@ def _length_chart(runs: Sequence[RunResults], lengths: Sequence[Sequence[Lengths
 def _bars(
     title: str, bins: Mapping[Any, tuple[str, str]], counts: Mapping[str, Mapping[Any, float]]
 ) -> str:
-    """Return a chart of each series' shares of `counts`, or "" if all are 0.
-
-    `bins`: label and name of each bin by its key in the counts.
-    """
+    """Return a chart of each series' shares of `counts`, or "" if all are 0. `bins` has the label
+    and name of each bin, by its key in `counts`."""
     totals = {name: sum(own.values()) for name, own in counts.items()}
     if not bins or not any(totals.values()):
         return ""

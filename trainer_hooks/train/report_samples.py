@@ -1,6 +1,7 @@
-"""The samples of a report: texts coloured by the age of the weights that sampled each token.
+"""The samples of a report, in which each token is coloured by the age of its weights.
 
-Used by `trainer_hooks.train.report`. Reads completions.jsonl.
+Used by `trainer_hooks.train.report`. `trainer_hooks.train.report_charts` uses Lengths. It reads
+completions.jsonl.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from trainer_hooks.train.samples import (
 )
 
 T = TypeVar("T")
-Lengths = dict[int, list[int]]  # generated tokens of samples, by step
+Lengths = dict[int, list[int]]  # numbers of generated tokens of samples, by step
 
 STEPS_WITH_SAMPLES, SAMPLES_PER_STEP = 8, 3
-_MAX_CHARACTERS = 20_000  # of one text; the middle of a longer text is left out
+_MAX_CHARACTERS = 20_000  # the middle of a longer text is left out
 _SUMMARY_CHARACTERS = 110
 _AGES = ("0 versions", "1", "2", "3 or more")
 SAMPLE_STYLE = """
@@ -51,7 +52,8 @@ sup { font-size: .7em; margin-right: 2px; user-select: none; }
 
 
 def sample_lengths(directory: Path) -> Lengths:
-    """Return the generated tokens of the samples of a seed by step, without failed ones."""
+    """Return the numbers of generated tokens of a seed's samples by step, without failed
+    samples."""
     lengths: Lengths = defaultdict(list)
     for sample in _iterate_samples(directory / FILE_NAME):
         own = lengths[sample[TRAINER_STEP]]
@@ -61,7 +63,7 @@ def sample_lengths(directory: Path) -> Lengths:
 
 
 def shown_samples(directory: Path, steps: Iterable[int]) -> list[Sample]:
-    """Return the samples of the steps that the page shows. The whole file may have gigabytes."""
+    """Return the samples of the steps that the page shows."""
     shown = set(spread(sorted(steps), STEPS_WITH_SAMPLES))
     return [s for s in _iterate_samples(directory / FILE_NAME) if s[TRAINER_STEP] in shown]
 
@@ -73,10 +75,8 @@ def _iterate_samples(path: Path) -> Iterator[Sample]:
 
 
 def samples_section(samples: Sequence[Sample]) -> str:
-    """Return the HTML of samples from STEPS_WITH_SAMPLES steps spread over the run.
-
-    The last step is unfolded. Returns "" without samples.
-    """
+    """Return the HTML of samples from up to STEPS_WITH_SAMPLES steps of the run, or "" if there are
+    none. The last step is unfolded."""
     by_step: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_step[sample[TRAINER_STEP]].append(sample)
@@ -93,11 +93,8 @@ def samples_section(samples: Sequence[Sample]) -> str:
 
 
 def chosen_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Return samples of a step, one of each of `count` evenly spread groups.
-
-    They are in turn the best, the worst and the middle one of their group. A failed sample counts
-    as the worst of its group.
-    """
+    """Return one sample of each of `count` evenly spread groups of a step. The choice alternates
+    between a group's best, worst and middle sample. A failed sample counts as the worst."""
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample["group"]].append(sample)
@@ -113,7 +110,8 @@ def _reward(sample: Sample) -> float:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """Return `count` (2 or more) of `items`, evenly spread from the first to the last, or all."""
+    """Return `count` of `items`, evenly spread from the first to the last, or all if there are
+    fewer. `count` is at least 2."""
     if len(items) <= count:
         return list(items)
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
@@ -157,7 +155,8 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """Return the completion's HTML: a span per run of a version, labelled if there are several."""
+    """Return the completion's HTML: a span per run of one version, labelled if there are several
+    versions."""
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)

@@ -1,7 +1,8 @@
 """The files of one run: its logger, settings, directory and lock, and a clean stop on Ctrl-C.
 
-Used by `trainer_hooks.train.main`. It renames and makes directories, writes lock files, config.yaml
-and starts.jsonl, opens metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
+Used by `trainer_hooks.train.main`. `trainer_hooks.train.report` and `trainer_hooks.train.summary`
+use CONFIG_NAME. It renames and makes directories, writes lock files, config.yaml and starts.jsonl,
+opens metrics.jsonl, and changes the handlers of SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _log = logging.getLogger(__name__)
 STOPPING = "stopping after this step; Ctrl-C again to stop now"
 STOPPING_NOW = "stopping now"
 CONFIG_NAME = "config.yaml"  # all settings of a run, in its directory
-_GIT_TIMEOUT_S = 10.0  # a working directory on a slow file system
+_GIT_TIMEOUT_S = 10.0  # long enough for a slow file system
 
 
 def open_logger(
     directory: Path, settings: Any, view: MetricsView, resume_step: int | None = None
 ) -> MetricsLogger:
     """Return a logger to metrics.jsonl in `directory`, to `view` and, if the settings ask, to W&B.
+    Also records the start of the run in STARTS_NAME.
 
-    Also records the start of the run in STARTS_NAME (`what_ran`).
     `settings`: the job's JobSettings, which W&B shows as the run's config.
-    `resume_step`: step from which a resumed run continues; None starts metrics.jsonl anew.
+    `resume_step`: step from which a resumed run continues. None begins a new metrics.jsonl.
     """
     wandb_run, wanted, ran = None, settings.logger, what_ran(settings)
     if wanted.wandb != "off":
@@ -82,11 +83,9 @@ def open_logger(
 
 
 def what_ran(settings: Any) -> dict[str, Any]:
-    """Return what is needed to run this process again, for STARTS_NAME.
-
-    `settings`: the job's JobSettings. `commit` is the Git commit of the working directory, with
-    "-dirty" after it if tracked files have changes; None outside of a repository.
-    """
+    """Return the record of this process for STARTS_NAME: command, versions, commit and others.
+    `settings` is the job's JobSettings. The commit ends in "-dirty" if tracked files have
+    changes."""
     libraries = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -101,7 +100,6 @@ def what_ran(settings: Any) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Return the command line of this process, without the directories of its programs."""
     program, *words = sys.orig_argv
     if words and Path(words[0]).name == "rollout":  # the installed script
         program, *words = words
@@ -118,17 +116,14 @@ def _commit() -> str | None:
 
 
 def begin_directory(directory: Path) -> None:
-    """Create an empty `directory`, and rename an earlier run's directory of that name."""
+    """Create an empty `directory`. An existing directory of that name is renamed first."""
     set_aside(directory)
     directory.mkdir(parents=True)
 
 
 def write_config(directory: Path, settings: Any) -> None:
-    """Write all settings of a run, a JobSettings, to CONFIG_NAME in `directory`.
-
-    Settings with which the run began are kept if a resumed run has others: their file is renamed
-    (`set_aside`).
-    """
+    """Write all settings of a run, a JobSettings, to CONFIG_NAME in `directory`. An existing file
+    with other settings is renamed first."""
     path, text = directory / CONFIG_NAME, OmegaConf.to_yaml(OmegaConf.create(as_plain(settings)))
     if path.exists() and path.read_text(encoding="utf-8") != text:
         set_aside(path)
@@ -137,14 +132,10 @@ def write_config(directory: Path, settings: Any) -> None:
 
 @contextmanager
 def locked_run(directory: Path) -> Iterator[None]:
-    """Hold the lock on a run's directory during the block.
-
-    Raises ConfigError, naming the process, if another job holds it. The lock is an flock on
-    .<name>.lock beside the directory, because the directory itself may be renamed. The kernel
-    releases it when the process ends, also after kill -9. Jobs on other hosts respect it on Linux
-    NFS, and on Lustre mounted with the option flock. On a file system without locks a warning is
-    logged and two jobs are not kept apart.
-    """
+    """Hold the lock on a run's directory during the block. Raises ConfigError, naming the process,
+    if another job holds it. The lock is an flock on .<name>.lock beside the directory, which the
+    kernel releases when the process ends. Other hosts respect it on Linux NFS, and on Lustre with
+    the mount option flock. On a file system without locks a warning is logged instead."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.with_name(f".{directory.name}.lock")
     with path.open("a+", encoding="utf-8") as file:
@@ -169,16 +160,14 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(announce: Callable[[str], object]) -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
-
-    A second signal of the same kind acts as it did before the block.
-    A training step that is interrupted halfway would leave weights that belong to no step.
-    `announce`: called with STOPPING after the first signal, and with STOPPING_NOW after the second,
-    in a thread: a signal may interrupt the main thread while it prints.
-    """
+    """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets. A second signal of the same
+    kind acts as before the block. `announce` is called in a thread, with STOPPING after the first
+    signal and STOPPING_NOW after the second."""
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    texts: SimpleQueue[str | None] = SimpleQueue()  # unlike Queue.put, its put may be interrupted
+    # A signal can interrupt the main thread while it prints, so a thread announces. A signal can
+    # interrupt SimpleQueue.put, unlike Queue.put.
+    texts: SimpleQueue[str | None] = SimpleQueue()
 
     def request(number: int, frame: FrameType | None) -> None:
         requested.set()

@@ -1,7 +1,7 @@
-"""RunResults: what the seeds of a finished or running run have written, for reports and figures.
+"""RunResults: the metrics that the seeds of a run have written, for reports and figures.
 
-Used by `trainer_hooks.train.report` and its charts, `trainer_hooks.train.plots` and
-`benchmarks.smollm`. Reads metrics.jsonl and starts.jsonl; writes nothing.
+Used by `trainer_hooks.train` (report, report_charts, plots, main, run_files), `benchmarks.smollm`
+and scripts/run_pictures.py. It reads metrics.jsonl and starts.jsonl, also of unfinished runs.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from trainer_hooks.train.svg_charts import Point
 
 METRICS_NAME, STARTS_NAME = "metrics.jsonl", "starts.jsonl"
 WARMUP_STEP = "warmup/step"
-_LARGEST = 1e300  # a larger value cannot be drawn
+_LARGEST = 1e300  # larger values cannot be drawn
 
 
 @dataclass(frozen=True)
 class SeedResults:
-    """The results of one seed: its directory, its metric rows, and its starts, the first first.
-
-    A run that was resumed has started several times. An old run, or the run of a program of its
-    own, has no record of its starts.
-    """
+    """The results of one seed: its directory, its rows of metrics, and the records of its starts.
+    Each resume adds a start. `starts` is empty if the run wrote no records."""
 
     directory: Path
     rows: Sequence[Mapping[str, Any]]
@@ -38,7 +35,7 @@ class SeedResults:
 
     @classmethod
     def read(cls, directory: Path) -> SeedResults:
-        """Read the results in `directory`, which may be a run in progress."""
+        """Read the results in `directory`, also of an unfinished run."""
         starts = directory / STARTS_NAME
         return cls(
             directory,
@@ -48,21 +45,20 @@ class SeedResults:
 
     @property
     def name(self) -> str:
-        """Name of the directory, such as seed_0."""
         return self.directory.name
 
     @property
     def last_start(self) -> Mapping[str, Any]:
-        """The record of the latest start; empty without one."""
+        """Return the record of the latest start, or {} if there is none."""
         return self.starts[-1] if self.starts else {}
 
     @cached_property
     def steps(self) -> list[Mapping[str, Any]]:
-        """Rows of the training steps that have a reward."""
+        """Return the rows of the training steps that have a reward."""
         return [row for row in self.rows if row.get("reward") is not None]
 
     def values(self, metric: str) -> dict[float, float]:
-        """Return the finite values of `metric` by step. A later row of the same step counts."""
+        """Return the finite values of `metric` by step. The last row of a step counts."""
         axis = WARMUP_STEP if metric.startswith("warmup/") else TRAINER_STEP
         if metric.startswith("rollouts/"):  # a count that is missing is 0
             return {row.get(axis, 0): row.get(metric) or 0 for row in self.rows if "reward" in row}
@@ -82,7 +78,7 @@ class RunResults:
 
     @property
     def label(self) -> str:
-        """The run's name, and the number of its seeds if it has several."""
+        """Return the run's name, and the number of its seeds if it has several."""
         return self.name if len(self.seeds) == 1 else f"{self.name}, {len(self.seeds)} seeds"
 
     def points(self, metric: str) -> list[Point]:
@@ -95,11 +91,9 @@ class RunResults:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunResults]:
-    """Read the runs in `directories`: of a run, with its seeds in seed_*, or of one seed.
-
-    Runs are named after their directories, by as many of the last parts of the paths as tell them
-    apart. Raises ConfigError for a directory without metrics.jsonl, and for one given twice.
-    """
+    """Read runs. Each of `directories` has a run, with its seeds in seed_*, or one seed. The names
+    of the runs are the shortest ends of their paths that differ. Raises ConfigError for a directory
+    without metrics.jsonl, and for a directory given twice."""
     paths = [directory.resolve() for directory in directories]
     for path in paths:
         if paths.count(path) > 1:
@@ -111,16 +105,14 @@ def read_runs(directories: Sequence[Path]) -> list[RunResults]:
 
 
 def metric_names(runs: Sequence[RunResults]) -> list[str]:
-    """Return the names of all metrics that a row of the runs has, in the order of the rows."""
+    """Return the names of all metrics in the runs' rows, in the order in which they occur."""
     rows = (row for run in runs for seed in run.seeds for row in seed.rows)
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def prompts_note(runs: Sequence[RunResults], metric: str) -> str:
-    """Return text such as " (n=64)" for a metric of held-out prompts, "" for others.
-
-    Returns "" as well if the rows do not say the number, and if it differs between the runs.
-    """
+    """Return text such as " (n=64)" for a metric of held-out prompts. Return "" for other metrics,
+    and if the number is unknown or differs."""
     if not metric.startswith("eval/"):
         return ""
     name = f"{metric.rpartition('/')[0]}/num_prompts"
@@ -129,7 +121,7 @@ def prompts_note(runs: Sequence[RunResults], metric: str) -> str:
 
 
 def band_note(runs: Sequence[RunResults]) -> str:
-    """Return what bands are, for a legend; "" if no run has several seeds."""
+    """Return an explanation of the bands for a legend, or "" if no run has several seeds."""
     if all(len(run.seeds) == 1 for run in runs):
         return ""
     seeds = f"{len(runs[0].seeds)} seeds" if len(runs) == 1 else "seeds"
@@ -153,7 +145,7 @@ def _seeds(directory: Path, path: Path) -> list[Path]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ. A seed is named with its run."""
+    """Return the shortest ends of the paths that differ. The name of a seed contains its run."""
     num_parts = 1
     while True:
         names = [

@@ -1,8 +1,8 @@
-"""Samples of what the policy wrote, with rewards, advantages and versions.
+"""Samples of what the policy wrote, with rewards, advantages and versions, and their texts.
 
-SampleLog, used by `trainer_hooks.train.main`, writes completions.jsonl, and sends some samples to
-the dashboard and to W&B. `trainer_hooks.train.dashboard` and `trainer_hooks.train.report` show
-samples by the functions for text.
+`trainer_hooks.train.main` uses SampleLog, which writes completions.jsonl and sends some samples to
+the dashboard and to W&B. `trainer_hooks.train` (dashboard, report, report_samples, no_signal) shows
+samples by the other functions.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TABLE_COLUMNS = (
     "versions", "mean_lag", "num_tokens", "finish_reason",
 )  # fmt: skip
 _NEXT_SEQUENCE = "\n[the next token sequence]\n"
-MIN_LINES = 2  # lines of a sample on a terminal: its figures, and one line of its text
-_SHOWN_CHARACTERS = 320  # characters of a text without a terminal
+MIN_LINES = 2  # least lines of a sample on a terminal: its figures, and one line of its text
+_SHOWN_CHARACTERS = 320  # most characters of a text if the output is no terminal
 _INDENT = 2
 _TOOL_STYLE = "italic magenta"
 # Control characters would move a terminal's cursor, and HTML forbids them.
@@ -49,17 +49,14 @@ class ShowsSamples(Protocol):
     """Shows samples to a person, as Dashboard does."""
 
     def show_samples(self, samples: Sequence[Sample]) -> None:
-        """Show these samples in place of the previous ones."""
+        """Show `samples` in place of the previous ones."""
         ...
 
 
 class SampleLog:
-    """Writes samples of every step to completions.jsonl. A context manager.
-
-    After step 1 and every `sample_interval` steps it also sends some samples to `view` and, as a
-    table of `logger`, to W&B. An error of the view is logged once.
-    `tokenizer`: one of transformers. `resume_step`: as for MetricsLogger.
-    """
+    """Writes samples of every step to completions.jsonl. Use it as a context manager. After step 1
+    and every `sample_interval` steps it also sends some samples to `view`, and as a table to W&B by
+    `logger`. An error of the view is logged once. `tokenizer` is a transformers tokenizer."""
 
     def __init__(
         self,
@@ -78,7 +75,8 @@ class SampleLog:
         )
 
     def log(self, step: int, batch: TrainingBatch, advantages_B: torch.Tensor) -> None:
-        """Write samples of the `batch` of `step`. `advantages_B`: one per row of its rollouts."""
+        """Write samples of the `batch` of `step`. `advantages_B` has the advantage of each row of
+        its rollouts."""
         settings = self._settings
         rows = range(min(batch.rollouts.num_rollouts, settings.num_completions))
         written = {i: sample_of(step, batch, i, advantages_B, self._tokenizer) for i in rows}
@@ -105,13 +103,11 @@ class SampleLog:
 def sample_of(
     step: int, batch: TrainingBatch, index: int, advantages_B: torch.Tensor, tokenizer: Any
 ) -> dict[str, Any]:
-    """Return rollout `index` of the batch as a row of completions.jsonl.
-
-    `advantages_B`: one per row of the batch. `spans` in the result holds the text after the prompt
-    as runs of tokens of one version; tokens that no version sampled, such as tool output, have
-    version None. A further token sequence of the rollout follows whole, with its own prompt. Lags
-    are the versions by which the sampling weights are behind the trained weights.
-    """
+    """Return rollout `index` of the batch as a row of completions.jsonl. `advantages_B` has the
+    advantage of each row of the batch. The result's `spans` are [version, text] of the tokens after
+    the prompt. The version is None for tokens that were not sampled, such as tool output. Further
+    token sequences of the rollout follow, each with its own prompt. Lags are versions by which the
+    sampling weights are behind the trained weights."""
     rollouts = batch.rollouts
     group, sample = divmod(index, batch.group_size)
     scored = batch.groups[group]
@@ -147,7 +143,7 @@ def sample_of(
 def _texts(
     rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
 ) -> tuple[str, list[list[Any]]]:
-    """Return the text before `start`, and after it [version, text] of each run of one version."""
+    """Return the text before `start`, and [version, text] of each run of one version after it."""
     end = int(rollouts.lengths_B[row])
     tokens_T = rollouts.tokens_BT[row, :end].tolist()
     versions_T = (rollouts.train_version - rollouts.policy_lag_BT[row, :end]).tolist()
@@ -159,12 +155,12 @@ def _texts(
 
 
 class _Verbatim:
-    """A transformers tokenizer that decodes special tokens as well."""
+    """Decodes by a transformers tokenizer and keeps special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.eos_id = self.bos_id = None
-        self.vocab_size = 0  # only texts are asked for
+        self.vocab_size = 0  # not used for decoding
 
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
@@ -174,11 +170,8 @@ class _Verbatim:
 
 
 def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the texts of consecutive runs of tokens, whose `lengths` add up to all tokens.
-
-    Joined, they are the text of all tokens: a character whose bytes are in two runs goes to the
-    later run, and the space before a word is kept.
-    """
+    """Return the texts of consecutive runs of tokens, whose `lengths` add up to all tokens. A
+    character whose bytes are in two runs is in the text of the later run."""
     detokenizer, texts, end = IncrementalDetokenizer(_Verbatim(tokenizer)), [], 0
     for length in lengths:
         texts.append(detokenizer.push(tokens_T[end : end + length]))
@@ -188,11 +181,8 @@ def texts_of(tokens_T: Sequence[int], lengths: Sequence[int], tokenizer: Any) ->
 
 
 def chosen_rows(rewards_R: torch.Tensor, group_size: int, count: int) -> list[int]:
-    """Return the indices of rollouts, one of each of `count` evenly spread groups.
-
-    They are in turn the best, the worst and the middle one of their group, without failed ones. A
-    group whose rollouts all failed is left out.
-    """
+    """Return the index of one rollout of each of `count` evenly spread groups. The choice
+    alternates between a group's best, worst and middle rollout. Failed rollouts do not count."""
     rewards_PG = rewards_R.view(-1, group_size)
     num_groups = len(rewards_PG)
     chosen = []
@@ -214,24 +204,24 @@ def _cell(sample: Sample, name: str) -> Any:
 
 
 def best_worst_or_middle(ordered: Sequence[T], turn: int) -> T:
-    """Return the first, last or middle of items ordered from the best, by `turn` modulo 3."""
+    """Return the first, last or middle of `ordered`, by `turn` modulo 3."""
     return ordered[(0, len(ordered) - 1, len(ordered) // 2)[turn % 3]]
 
 
 def visible(text: str) -> str:
-    """Return `text` with symbols in place of control characters other than line ends and tabs."""
+    """Return `text` with symbols in place of control characters, except line ends and tabs."""
     return text.translate(_VISIBLE)
 
 
 def reward_text(sample: Sample) -> str:
-    """Return the reward, as "reward 1.000", or the failure, as "failed: step_timeout"."""
+    """Return the reward, such as "reward 1.000", or the failure, such as "failed: step_timeout"."""
     if sample["reward"] is not None and isfinite(sample["reward"]):
         return f"reward {sample['reward']:.3f}"
     return f"failed: {sample['failure']}" if sample.get("failure") else "failed"
 
 
 def terms_text(sample: Sample) -> str:
-    """Return the parts of the reward, as "right 1.000, length -0.250"."""
+    """Return the terms of the reward, such as "right 1.000, length -0.250"."""
     return ", ".join(
         f"{name} -" if value is None else f"{name} {value:.3f}"
         for name, value in sample["rewards"].items()
@@ -239,7 +229,7 @@ def terms_text(sample: Sample) -> str:
 
 
 def versions_text(sample: Sample) -> str:
-    """Return the versions that sampled the text, as "7" or "6-7"; "-" if none did."""
+    """Return the versions that sampled the text, such as "7" or "6-7", or "-" if there are none."""
     versions = [version for version, _ in sample["spans"] if version is not None]
     if not versions:
         return "-"
@@ -248,7 +238,7 @@ def versions_text(sample: Sample) -> str:
 
 
 def samples_text(samples: Sequence[Sample]) -> RenderableType:
-    """Return the samples as plain lines: figures, the end of the prompt, and the text."""
+    """Return the samples as plain lines: numbers, the end of the prompt, and the text."""
     parts = []
     for sample in samples:
         prompt, completion = one_line(sample["prompt"]), _completion(sample)
@@ -262,12 +252,9 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class FittedSamples:
-    """A rich renderable of as many of the samples as fit into `num_lines` lines of a terminal.
-
-    Each sample gets a line of figures, one with the end of its prompt if it has three lines or
-    more, and the rest for its text, whose middle is left out. Text that no version sampled, such as
-    tool output, has its own style.
-    """
+    """A rich renderable of as many samples as fit into `num_lines` lines of a terminal. A sample
+    gets a line of numbers, a line with the end of its prompt if there is room, and lines of its
+    text. The middle of a long text is left out. Tool output has its own style."""
 
     samples: Sequence[Sample]
     num_lines: int
@@ -291,7 +278,7 @@ class FittedSamples:
 
 
 def figures_of(sample: Sample, versions: str) -> list[str]:
-    """Return the advantage, `versions`, the lag and the length as texts, without missing ones."""
+    """Return the advantage, `versions`, the lag and the length as texts, without missing values."""
     advantage, lag = sample["advantage"], sample["mean_lag"]
     figures = [
         "" if advantage is None else f"advantage {advantage:+.3f}",
@@ -322,7 +309,7 @@ def _completion(sample: Sample) -> Text:
 
 
 def cut_start(text: str, length: int) -> str:
-    """Return `text`, or three dots and its end, `length` characters in all, if it is longer."""
+    """Return `text`, or three dots and its end with `length` characters in all if it is longer."""
     return text if len(text) <= length else "..." + text[3 - length :]
 
 

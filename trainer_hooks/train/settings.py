@@ -1,8 +1,8 @@
 """Settings of a job: one frozen dataclass per config group of conf/.
 
-Creating one with values that cannot work together raises ConfigError, which names them.
-`trainer_hooks.train.job` joins them in JobSettings. `trainer_hooks.train.task`,
-`trainer_hooks.train.main` and the other modules of `trainer_hooks.train` read them.
+`trainer_hooks.train.job` combines them in JobSettings. `trainer_hooks.train` (task, main, learner,
+prompts, samples, adapter, threads, warm_up) reads them. A value out of range, or values that
+exclude each other, raise ConfigError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 class Settings:
-    """Base of a settings dataclass: an instance with a value out of range raises ConfigError."""
+    """Base class of settings dataclasses. A value out of range raises ConfigError."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings(Settings):
-    """A PEFT LoRA adapter, which is trained while the policy's own weights stay as they are.
+    """A PEFT LoRA adapter, which is trained while the policy's own weights stay unchanged.
 
     rank: columns of A and rows of B. The weight of an adapted layer is base + scale * (B @ A).
     alpha: numerator of the scale, alpha / rank.
@@ -68,12 +68,11 @@ class ModelSettings(Settings):
     """The policy: a Hugging Face checkpoint, or a model with random weights.
 
     A random model needs `tokenizer` and a shape. The shape is the fields between `tokenizer` and
-    `lora`, which are arguments of transformers' Qwen3Config. The embeddings of a random model are
-    tied.
+    `lora`, which are arguments of transformers' Qwen3Config.
 
     path: directory of the checkpoint, with config.json, weights and tokenizer, or "smollm2".
     tokenizer: directory of another tokenizer, or "package.module:function" that returns one. None
-        uses `path`.
+        takes the tokenizer in `path`.
     hidden_size: width of the residual stream of a random model.
     intermediate_size: width of the feed-forward layers.
     num_hidden_layers: number of layers.
@@ -83,8 +82,8 @@ class ModelSettings(Settings):
     max_position_embeddings: number of positions.
     initializer_range: standard deviation of the random weights. None takes the default of
         Qwen3Config.
-    num_experts: experts per layer of a mixture, a Qwen3MoeConfig. The three fields of a mixture are
-        set together, or not at all.
+    num_experts: experts per layer of a mixture, a Qwen3MoeConfig. It needs num_experts_per_tok and
+        moe_intermediate_size.
     num_experts_per_tok: experts that compute a token.
     moe_intermediate_size: width of an expert.
     lora: adapter to train in place of all weights. None trains the weights.
@@ -127,14 +126,15 @@ class ModelSettings(Settings):
 
     @property
     def title(self) -> str:
-        """What is trained, for people: the checkpoint or the shape, and the adapter's rank."""
+        """Return what is trained, for people: the checkpoint or the shape, and the adapter's
+        rank."""
         shape = ", ".join(f"{name}={value}" for name, value in self.shape.items())
         adapter = "" if self.lora is None else f", LoRA adapter of rank {self.lora.rank}"
         return (self.path or f"random weights, {shape}") + adapter
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Arguments of a random model's config, by name; all values are None if `path` is set."""
+        """Return the arguments of a random model's config. All values are None if `path` is set."""
         names = [f.name for f in fields(self) if f.name not in ("path", "tokenizer", "lora")]
         has_experts = any(getattr(self, name) is not None for name in _OF_EXPERTS)
         optional = {"initializer_range", *(() if has_experts else _OF_EXPERTS)}
@@ -146,12 +146,12 @@ class ModelSettings(Settings):
 class SourceSettings(Settings):
     """One source of prompts.
 
-    kind: what `path` names. jsonl and parquet: files. datasets: a directory. reasoning_gym: the
-        name of a dataset. python: a function. environment: the job's environment, which has the
-        prompts.
+    kind: meaning of `path`. It names files (jsonl, parquet), a directory (datasets), a dataset of
+        reasoning-gym (reasoning_gym), or a function (python). For environment it is only a name of
+        the prompts that the job's environment has.
     path: file or list of files, directory, or name. For python, the "package.module:function" that
-        returns rows, called as function(part, seed, **options) with part "train", "warmup" or
-        "held_out". For environment only a name.
+        returns rows. It is called as function(part, seed, **options) with part "train", "warmup" or
+        "held_out".
     prompt_column: column of a file or dataset that holds the prompt.
     options: arguments of the reasoning-gym dataset (size, seed and its own) or of the function, or
         the `split` of a dataset.
@@ -175,15 +175,15 @@ class DataSettings(SourceSettings):
         source.
     chat: whether the tokenizer's chat template formats prompts (plain text becomes a user message).
         None uses the template if the tokenizer has one.
-    system_prompt: added to messages without one.
+    system_prompt: system message for prompts that have none.
     examples: example answers by the user's text, which become turns before each prompt.
     template_options: more arguments of the template, such as enable_thinking.
-    held_out_path: prompts of the same kind for evaluation. None holds out some of the prompts:
-        they, and all rows that repeat them, are taken out of each source before mixing.
-    num_held_out: number of prompts for evaluation. With `held_out_path` the first ones, or all if
-        0. Without it, at most a tenth of all prompts.
+    held_out_path: prompts of the same kind for evaluation. None holds out some prompts of the
+        sources, which are not trained on.
+    num_held_out: number of prompts for evaluation. With `held_out_path` it takes the first ones, or
+        all if 0. Without `held_out_path` it is at most a tenth of all prompts.
     on_bad_row: what to do at the start about rows that no engine could answer. refuse raises an
-        error, skip leaves them out.
+        error. skip omits the rows.
     title: name of the data in tables and plots. None takes the path or the sources' names.
     """
 
@@ -214,21 +214,21 @@ class DataSettings(SourceSettings):
 
     @property
     def shown_title(self) -> str:
-        """Name of the data in tables and plots: `title`, else the path or the sources' names."""
+        """Return the name of the data in tables and plots."""
         path = self.path or ", ".join(self.sources)
         return self.title or (path if isinstance(path, str) else path[0])
 
     @property
     def named_sources(self) -> Mapping[str, SourceSettings]:
-        """All sources by name; a single source has the name "data"."""
+        """Return all sources by name. A single source has the name "data"."""
         return self.sources or {"data": self}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSettings(Settings):
-    """The environment that the model acts in. Without a `path` there is none.
+    """The environment in which the model acts. A job without `path` has none.
 
-    An AgentRollouts has only the limit `rollout_timeout_s`; Task refuses others.
+    Of the limits, an AgentRollouts accepts only `rollout_timeout_s`.
 
     path: "package.module:name" of an Environment's class or factory, or of an AgentRollouts class,
         whose `load` is called.
@@ -238,7 +238,7 @@ class EnvironmentSettings(Settings):
     step_timeout_s: seconds of each call of the environment. None sets no limit.
     rollout_timeout_s: seconds of a whole rollout, including pauses of the engines. None sets no
         limit.
-    max_environments: number of instances in use at a time.
+    max_environments: most instances in use at a time.
     """
 
     path: Name | None = None
@@ -255,7 +255,8 @@ class EnvironmentSettings(Settings):
         return ["environment=python", f"++environment.path={path}"]
 
     def limits(self, max_sequence_length: int | None) -> environments.EpisodeLimits:
-        """Return the limits of an episode. `max_sequence_length`: the engine's, None if unknown."""
+        """Return the limits of an episode. `max_sequence_length` is the engine's, or None if
+        unknown."""
         max_total_tokens = self.max_total_tokens
         return environments.EpisodeLimits(
             max_turns=self.max_turns,
@@ -285,14 +286,14 @@ class RewardTerm(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSettings(Settings):
-    """The reward of a completion: the weighted sum of the named `terms`. Without terms an
+    """The reward of a completion: the weighted sum of the named `terms`. Without terms, an
     environment must return the reward.
 
     terms: reward functions by name.
     workers: number of processes that compute the reward. 0 uses a thread of the trainer's process.
     timeout_s: seconds of one call. None sets no limit.
-    warn_after_s: seconds of a call after which a warning with its first sample is logged. None logs
-        none.
+    warn_after_s: seconds of a call after which a warning with its first sample is logged. None
+        disables the warning.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
@@ -311,7 +312,7 @@ class RewardSettings(Settings):
 class WarmupSettings(Settings):
     """Supervised warm-up with AdamW, until sampled answers score `target_reward`.
 
-    max_steps: most steps of the warm-up; 0 skips it.
+    max_steps: most steps of the warm-up. 0 skips the warm-up.
     target_reward: mean reward of sampled answers at which the warm-up ends.
     learning_rate: learning rate of the warm-up.
     batch_size: answers of a step.
@@ -349,10 +350,11 @@ class FunctionSettings(Settings):
 class CurriculumSettings(FunctionSettings):
     """The weight function of a Curriculum, and how it draws.
 
-    path: "package.module:name" of the weight function, or of a class whose instances are one.
+    path: "package.module:name" of the weight function, or of a class whose instances are weight
+        functions.
     options: arguments of the function or class.
-    with_replacement: True draws among all prompts. False draws among those not yet drawn in the
-        epoch.
+    with_replacement: True draws among all prompts. False draws among the prompts that were not yet
+        drawn in the epoch.
     """
 
     with_replacement: bool = False
@@ -366,17 +368,17 @@ class ProducerSettings(Settings):
         only after each update. "ess" follows the effective sample size of the batches.
     order: admission delivers batches in the order in which they began. ready makes a batch of
         finished groups.
-    max_reissues: how often, in ready order, a prompt whose rollouts grow too old is sampled again.
-        Then the producer waits for it.
+    max_reissues: how often a prompt is sampled again in ready order because its rollouts grew too
+        old. After that, the producer waits for its rollouts.
     oversample_groups: number of extra groups to begin. In admission order the last ones to finish
         are aborted. None begins a quarter of a batch in ready order, else 0.
     drop_zero_variance: True replaces groups whose rewards are all equal.
-    group_filters: functions by name. A group for which one of them returns a reason is replaced.
+    group_filters: functions by name. A group for which a function returns a reason is replaced.
     curriculum: draws prompts by weights from their PromptHistory. None draws each once per epoch.
-    max_refills: most replacements of groups for a batch; more are an error. None allows ten times
-        the groups of a batch.
+    max_refills: most replacements of groups for a batch. More replacements are an error. None
+        allows ten times the groups of a batch.
     min_valid_samples: a group with fewer rewards is generated again.
-    max_attempts: most attempts to generate a group, in all.
+    max_attempts: most attempts to generate a group.
     version_timeout_s: seconds that a request for a batch waits for the weights version it needs.
     shuffle: True draws the prompts in a new random order in each epoch.
     num_epochs: number of passes over the prompts. None never ends.
@@ -431,11 +433,11 @@ class WeightSyncSettings(Settings):
 class EvaluationSettings(Settings):
     """Metrics of held-out prompts besides the reward of their greedy answers; see `evaluate`.
 
-    n: number of samples of each prompt at `temperature`; 0 evaluates greedy answers alone.
+    n: number of samples of each prompt at `temperature`. 0 evaluates only greedy answers.
     temperature: sampling temperature of these samples.
     pass_at: values of k for pass@k.
     success_reward: least reward that counts as success.
-    answer: function that returns the answer in a completion, for maj@n. None leaves maj@n out.
+    answer: function that returns the answer in a completion, for maj@n. None omits maj@n.
     """
 
     n: NonNegativeInt = 0
@@ -458,10 +460,10 @@ class LoggerSettings(Settings):
 
     console: whether a terminal shows the dashboard.
     wandb: whether metrics go to Weights & Biases, into files (offline) or to its server (online).
-    wandb_project: name of the project there.
-    wandb_tags: tags of the run there.
+    wandb_project: name of the Weights & Biases project.
+    wandb_tags: tags of the Weights & Biases run.
     num_samples: number of samples shown after step 1 and every `sample_interval` steps.
-    sample_interval: steps between two shows of samples.
+    sample_interval: steps between two displays of samples.
     num_completions: number of samples of each step that completions.jsonl gets.
     completions_file_bytes: size at which completions.jsonl is rotated.
     save_batches: True keeps one sampled batch per checkpoint for trainer_hooks.doctor.

@@ -1,7 +1,7 @@
-"""The texts that a run prints at its start and its end: an outline, and a summary with its tables.
+"""The texts that a run prints: an outline at its start, and a summary with tables at its end.
 
-Used by `trainer_hooks.train.main`. The summary is computed from metrics.jsonl alone. Only reads
-files.
+Used by `trainer_hooks.train.main`. `summarise` computes the summary from the rows of metrics.jsonl.
+It only reads files.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.run_files import CONFIG_NAME
 from trainer_hooks.train.task import Task
 
-Summary = Mapping[str, Any]  # what `summarise` returns
-_ANSWER_CHARACTERS = 160  # characters of a text in the table of answers
+Summary = Mapping[str, Any]  # the result of `summarise`
+_ANSWER_CHARACTERS = 160  # most characters of a text in the table of answers
 TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 
 
 def outline(
     settings: JobSettings, task: Task, num_prompts: int, directory: Path, resume_step: int | None
 ) -> dict[str, str]:
-    """Return what a run is about to do, by name.
-
-    `num_prompts`: number of training prompts. `directory`: the run's.
-    `resume_step`: step of the checkpoint from which it continues; None for a new run.
-    """
+    """Return the outline of a run: what it is about to do, by name. `num_prompts` counts the
+    training prompts, and `directory` is the run's. `resume_step` is the step of the checkpoint from
+    which it continues, or None."""
     model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
     parts = [
         model.path or "random weights",
@@ -73,7 +71,7 @@ def outline(
 
 
 def print_outline(lines: Mapping[str, str], console: Console) -> None:
-    """Print the lines of `outline`, in two columns. Only a terminal gets long lines folded."""
+    """Print the lines of `outline` in two columns. Long lines are folded only on a terminal."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -88,7 +86,7 @@ def print_outline(lines: Mapping[str, str], console: Console) -> None:
 
 
 def shown_path(path: Path) -> Path:
-    """Return `path` from the working directory on, if it is in there."""
+    """Return `path` relative to the working directory, or unchanged if it is elsewhere."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -114,18 +112,14 @@ def interrupted_text(directory: Path) -> str:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
-    """Return the figures of a finished run by name, from all its metric rows.
+    """Return the results of a finished run by name, computed from all rows of its metrics.
 
-    `trainer_hooks.metrics.figures` defines the figures that other places show, too: rewards and
-    gains (`sampled_reward`, `held_out_reward`), `tokens_per_s` over all steps, `step_s`
-    (`step_seconds`) and `training_s`, the wall time of all steps. A mean reward is NaN if no
-    held-out prompt has one. The last reward and the gain are None after a single measurement.
-    `prompt_tokens` counts the prompt tokens of all rollouts after the first step.
-    `prefilled_tokens` counts those that engines computed, fewer because the samples of a group
-    share their prompt. Suspends, and the memory that they released, are counted after the first
-    step.
-    Seconds are the trainer's. In `wait_s` it waits for engines that run beside it, whose idle time
-    is `engine_idle_share`. `warnings` has a sentence for each kind of warning of the steps.
+    `trainer_hooks.metrics.figures` defines rewards, gains, `tokens_per_s`, `step_s` and
+    `training_s`. A mean reward is NaN if no held-out prompt has a reward. The last reward and the
+    gain are None after a single measurement. `prompt_tokens`, `prefilled_tokens` and suspends do
+    not count the first step. `prefilled_tokens` counts only prompt tokens that engines computed,
+    because samples of a group share their prompt. Seconds are the trainer's. `warnings` has a
+    sentence for each kind of warning.
     """
     warmup = [row for row in rows if "warmup/step" in row]
     steps = training_steps(rows)
@@ -133,7 +127,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
     def total(name: str) -> float:
         return math.fsum(row[name] for row in steps)
 
-    def seconds(name: str) -> float:  # not every way to run spends time on each
+    def seconds(name: str) -> float:  # not every mode spends time on every category
         return math.fsum(row.get(f"timing_s/{name}", 0.0) for row in steps)
 
     warmed_up, sampled, held_out = {}, sampled_reward(steps), held_out_reward(rows)
@@ -157,7 +151,7 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
             "greedy_gain": held_out.gain,
             "num_held_out": held_out.num,
         }
-    # The first step has none: a share needs two measurements.
+    # The first step has no idle share, which needs two measurements.
     idle_shares = [row["engine/idle_share"] for row in steps if "engine/idle_share" in row]
     return {
         "seed": seed,
@@ -182,12 +176,12 @@ def summarise(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, Any]:
 
 
 def growth(counts: Sequence[int]) -> int:
-    """Return the growth of a counter from the first row. A resumed run counts from 0 again."""
+    """Return the growth of a counter from the first row on. A resumed run counts from 0 again."""
     return sum(b - a if b >= a else b for a, b in pairwise(counts))
 
 
 def summary_table(summary: Summary, title: str) -> Table:
-    """Return a table of one run: rewards, time and rate first, then the rest in a few lines."""
+    """Return a table of one run. Rewards, time and rate come first."""
     table = Table(title=title, show_header=False)
     for name, value in lead_figures(summary).items():
         table.add_row(Text(name, style="bold"), Text(value, style="bold"))
@@ -198,10 +192,8 @@ def summary_table(summary: Summary, title: str) -> Table:
 
 
 def seeds_table(summaries: Sequence[Summary], title: str) -> Table:
-    """Return a table with a line per run, and the mean of the runs below: rewards, time and rate.
-
-    A figure that a run lacks is left out of the mean.
-    """
+    """Return a table of rewards, time and rate with a line per run, and the mean of the runs below.
+    Missing numbers do not count in the mean."""
     names = {name for summary in summaries for name, value in summary.items() if _is_figure(value)}
     values = {name: [own for s in summaries if _is_figure(own := s.get(name))] for name in names}
     mean = {name: fmean(own) for name, own in values.items()}
@@ -221,7 +213,8 @@ def _is_figure(value: object) -> TypeGuard[float]:
 
 
 def lead_figures(summary: Summary) -> dict[str, str]:
-    """Return what a reader asks first, by name: rewards before and after, time, and rate."""
+    """Return the most important results of a run by name: rewards before and after, time, and
+    rate."""
     num = summary.get("num_held_out")
     held_out = _change(summary, "greedy_reward_before", "greedy_reward_after")
     sampled = _change(summary, "sampled_reward_first", "sampled_reward_last")
@@ -236,7 +229,7 @@ def lead_figures(summary: Summary) -> dict[str, str]:
 
 
 def _change(summary: Summary, before: str, after: str) -> str | None:
-    """Return two rewards and the gain as text; None if the summary has no such rewards."""
+    """Return two rewards and the gain as text, or None if the summary has no such rewards."""
     if summary.get(before) is None:
         return None
     change = RewardChange(summary[before], summary.get(after), None)
@@ -246,10 +239,8 @@ def _change(summary: Summary, before: str, after: str) -> str | None:
 
 
 def other_figures(summary: Summary) -> dict[str, str]:
-    """Return the remaining figures of a run by name, several to a line. summary.json has them all.
-
-    The trainer's seconds are shown if they are more than a hundredth of the time.
-    """
+    """Return the remaining results of a run by name, several to a line. Seconds below 1% of the
+    run's time are omitted."""
     times = {name: summary[f"{name}_s"] for name in TIMES}
     least_s = summary["training_s"] / 100
     shown = [f"{name} {minutes(seconds)}" for name, seconds in times.items() if seconds > least_s]
@@ -278,10 +269,8 @@ def other_figures(summary: Summary) -> dict[str, str]:
 
 
 def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of held-out problems with the greedy answers of the first and last row.
-
-    Of long texts the end is shown, which asks the question or gives the answer.
-    """
+    """Return a table of held-out prompts with the greedy answers of the first and last row. Long
+    texts are cut to their end, which has the question or the answer."""
     table = Table(title="greedy answers to held-out problems", show_lines=True)
     for column in ("problem", "before", "after"):
         table.add_column(column)

@@ -1,8 +1,8 @@
-"""SVG charts with legends, for HTML pages without other files.
+"""SVG charts with legends, for HTML pages that need no other files.
 
-Used by `trainer_hooks.train.report`. The page includes `STYLE`, which gives the charts' classes
-their colours in a light and a dark scheme, and `SCRIPT`, which shows the values under the pointer.
-The charts are complete without the script.
+Used by `trainer_hooks.train.report` and `trainer_hooks.train.report_charts`.
+`trainer_hooks.train.plots` uses the colours, and `trainer_hooks.train.run_results` uses Point. A
+page includes STYLE, which colours the charts, and SCRIPT, which shows the values under the pointer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
-# Both schemes: 3 to 1 or more against the background (WCAG 2.2, 1.4.11).
+# The contrast with the background is at least 3 to 1 in both schemes (WCAG 2.2, 1.4.11).
 LIGHT_COLOURS = (
     *("#1f6fb2", "#c8372d", "#2a7f2a", "#7d4fb0", "#b85c00", "#8c564b", "#0f7f8c", "#6b6b6b"),
 )
@@ -25,10 +25,10 @@ _DARK_COLOURS = (
 NUM_COLOURS = len(LIGHT_COLOURS)
 _MAX_POINTS = 300  # more points are drawn as means over bins, with the range of each bin
 _MAX_DOTS = 40
-MAX_BANDS = 4  # of a chart; with more lines none is drawn
+MAX_BANDS = 4  # a chart with more lines has no bands
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 420, 210, 54, 24, 8, 12
-_SMALLEST_SPAN = 1e-3  # of the y axis, as a share of its largest value: less is a flat line
-_CHARACTER_WIDTH = 6.5  # about, of a label
+_SMALLEST_SPAN = 1e-3  # least range of the y axis, as a share of the largest value
+_CHARACTER_WIDTH = 6.5  # approximate width of a character of a label
 
 
 def _colours(values: Sequence[str]) -> str:
@@ -57,8 +57,8 @@ svg .pointed {{ stroke: currentColor; stroke-opacity: .55; pointer-events: none;
     for i in range(NUM_COLOURS)
 )
 
-# `data-values` of a chart: x (a label per position), at (its x coordinate), and lines, each with a
-# name, the class of its colour, and a text per position, or null.
+# The attribute `data-values` of a chart has x (a label per position), at (x coordinate of each
+# position), and lines. A line has a name, the class of its colour, and a text or null per position.
 SCRIPT = f"""<script>//<![CDATA[
 const box = document.createElement("div");
 box.className = "values"; box.hidden = true; document.body.append(box);
@@ -100,7 +100,7 @@ for (const svg of document.querySelectorAll("svg[data-values]")) {{
 
 
 class Point(NamedTuple):
-    """A value of a line at `x`: the mean `y` of one or more values, and their range."""
+    """A point of a line at `x`: the mean `y` of one or more values, and their range."""
 
     x: float
     y: float
@@ -109,12 +109,11 @@ class Point(NamedTuple):
 
     @classmethod
     def mean(cls, x: float, values: Sequence[float]) -> Point:
-        """Return the point of the mean of `values` at `x`, with their range."""
         return cls(x, fmean(values), min(values), max(values))
 
 
 def legend(names: Sequence[str], note: str = "") -> str:
-    """Return an HTML list of the series' names and colours, in the chart's order, and a note."""
+    """Return an HTML list of the series' names and colours in the chart's order, and a note."""
     items = [
         f'<li><i class="{_box(i)}"></i>{html.escape(name)}</li>' for i, name in enumerate(names)
     ]
@@ -124,12 +123,9 @@ def legend(names: Sequence[str], note: str = "") -> str:
 
 
 def line_chart(lines: Mapping[str, Sequence[Point]]) -> str:
-    """Return an SVG picture of lines over a common x axis of steps.
-
-    `lines`: points of each line by name, at least one in all. A line without points keeps its
-    colour in the legend and is not drawn. Lines of few points get dots. Bands are drawn for up to
-    MAX_BANDS lines.
-    """
+    """Return an SVG picture of lines over steps. `lines` has the points of each line by name, at
+    least one point in all. A line without points is not drawn but keeps its colour. Up to MAX_BANDS
+    lines have bands."""
     every = [point for line in lines.values() for point in line]
     lowest, highest = min(p.low for p in every), max(p.high for p in every)
     low, high = _without_outliers([y for p in every for y in (p.low, p.high)])
@@ -150,7 +146,8 @@ def line_chart(lines: Mapping[str, Sequence[Point]]) -> str:
 
 
 def _line(i: int, line: Sequence[Point], frame: _Frame, has_band: bool) -> list[str]:
-    """Return the SVG elements of line `i`: its band, if `has_band`, the line, and its dots."""
+    """Return the SVG elements of line `i`: its band if `has_band`, the line, and the dots of a
+    short line."""
     colour, again = i % NUM_COLOURS, " again" if i >= NUM_COLOURS else ""
     parts = []
     if has_band and any(p.low < p.high for p in line):
@@ -168,10 +165,8 @@ def _line(i: int, line: Sequence[Point], frame: _Frame, has_band: bool) -> list[
 
 
 def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG picture of shares over steps, stacked to a height of 1.
-
-    `shares`: for each name, one share per x. The shares of an x add up to at most 1.
-    """
+    """Return an SVG picture of shares over steps, stacked to a height of 1. `shares` has one share
+    per x for each name. The shares of an x add up to at most 1."""
     if not xs or not shares:
         return _svg([f'<text x="{_LEFT}" y="{_HEIGHT / 2}">nothing recorded</text>'], "nothing")
     bounds = _bounds(len(xs))
@@ -195,9 +190,9 @@ def stacked_chart(xs: Sequence[float], shares: Mapping[str, Sequence[float]]) ->
 
 
 def bar_chart(bins: Sequence[tuple[str, str]], shares: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG picture of shares as bars that stand side by side in each bin.
+    """Return an SVG picture of shares as bars, which stand side by side in each bin.
 
-    `bins`: label of each bin below the axis, and its name beside the values, at least one.
+    `bins`: at least one pair of a label below the axis and a name beside the values.
     `shares`: for each series, one share per bin.
     """
     highest = max((share for own in shares.values() for share in own), default=0.0)
@@ -227,7 +222,8 @@ def bar_chart(bins: Sequence[tuple[str, str]], shares: Mapping[str, Sequence[flo
 
 
 def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
-    """Return the range of y to draw. Of 200 values or more, it leaves out a few far outside."""
+    """Return the range of y to draw. For 200 values or more, it excludes a few values far
+    outside."""
     low, high = min(ys), max(ys)
     if len(ys) < 200:
         return low, high
@@ -240,7 +236,6 @@ def _without_outliers(ys: Sequence[float]) -> tuple[float, float]:
 
 
 def _bounds(num_values: int) -> list[tuple[int, int]]:
-    """Return the start and end of each bin of `num_values` values."""
     num_bins = min(num_values, _MAX_POINTS)
     return list(pairwise(i * num_values // num_bins for i in range(num_bins + 1)))
 
@@ -248,10 +243,8 @@ def _bounds(num_values: int) -> list[tuple[int, int]]:
 def _binned(
     lines: Sequence[Sequence[Point]],
 ) -> tuple[list[tuple[float, float]], list[list[Point | None]]]:
-    """Return the first and last x of each bin, and each line's mean in it; None without a value.
-
-    All lines share the bins, so that the values at one place can be read together.
-    """
+    """Return the first and last x of each bin, and each line's mean point in each bin, or None."""
+    # All lines share the bins, so that SCRIPT can show the values at one place together.
     xs = sorted({point.x for line in lines for point in line})
     spans = [(xs[start], xs[end - 1]) for start, end in _bounds(len(xs))]
     bin_of = {x: i for i, (start, end) in enumerate(_bounds(len(xs))) for x in xs[start:end]}
@@ -276,7 +269,7 @@ def _stairs(edges: Sequence[float], values: Sequence[float]) -> list[tuple[float
 
 
 class _Frame:
-    """Maps values to coordinates of the picture; values outside the range are drawn at its edge."""
+    """Maps values to coordinates of the picture. Values outside the range are drawn at its edge."""
 
     def __init__(
         self, x_low: float, x_high: float, y_low: float, y_high: float, *, is_share: bool = False
@@ -293,7 +286,6 @@ class _Frame:
         self._y_low, self._y_high, self._is_share = y_low, y_high, is_share
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return the coordinates of a value."""
         width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM - _TOP
         right = (x - self._x_low) / (self._x_high - self._x_low)
         inside = min(max(y, self._y_low), self._y_high)
@@ -301,7 +293,8 @@ class _Frame:
         return _LEFT + right * width, _TOP + (1.0 - up) * height
 
     def axes(self, x_name: str = "") -> list[str]:
-        """Return grid lines with labels for y, and labels for whole x if `x_name` is given."""
+        """Return grid lines with labels for y. If `x_name` is given, also return labels for whole
+        x."""
         parts = []
         values = ticks(self._y_low, self._y_high)
         for value, label in zip(values, tick_labels(values, self._is_share), strict=True):
@@ -320,10 +313,8 @@ class _Frame:
 
 
 def ticks(low: float, high: float, smallest: float = 0.0) -> list[float]:
-    """Return multiples of 1, 2 or 5 times a power of ten, from `low` to `high`, seven at most.
-
-    `smallest`: the smallest distance between two of them.
-    """
+    """Return up to seven multiples of 1, 2 or 5 times a power of ten, from `low` to `high`.
+    `smallest` is the least distance between two of them."""
     rough = max((high - low) / 6, smallest)
     unit = 10.0 ** math.floor(math.log10(rough) + 1e-9)
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * 0.999)
@@ -353,7 +344,6 @@ def _number(value: float) -> str:
 
 
 def _shown(point: Point) -> str:
-    """Return a point's value as text, with its range if it has one."""
     text = _number(point.y)
     if point.low == point.high:
         return text
@@ -375,7 +365,7 @@ def _values(
     names: Mapping[str, object],
     texts: Sequence[Sequence[str | None]],
 ) -> str:
-    """Return the chart's values by position as the JSON that SCRIPT reads."""
+    """Return the chart's values by position, as the JSON that SCRIPT reads."""
     lines = [[name, _box(i), own] for i, (name, own) in enumerate(zip(names, texts, strict=True))]
     chart = {"x": heads, "at": [round(x, 1) for x in at], "lines": lines}
     return json.dumps(chart, separators=(",", ":"))
@@ -386,7 +376,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _svg(parts: Sequence[str], label: str, values: str = "") -> str:
-    # Single quotes outside, because JSON is full of double ones.
+    # The attribute has single quotes, because JSON has many double quotes.
     shown = html.escape(values, quote=False).replace("'", "&#39;")
     data = f" data-values='{shown}'" if values else ""
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(label)}"'

@@ -1,8 +1,7 @@
 """Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
 
-Used by `trainer_hooks.train.main` and `trainer_hooks.train.warm_up`, and by programs with another
-training loop, such as examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports
-users' functions.
+Used by `trainer_hooks.train` (main, summary, warm_up), and by programs with another training loop:
+examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports users' functions.
 """
 
 from __future__ import annotations
@@ -66,20 +65,21 @@ from trainer_hooks.train.settings import (
     SourceSettings,
 )
 
-# Limits of the episodes of EnvironmentRollouts. An AgentRollouts runs episodes itself.
+# Limits of EnvironmentRollouts. An AgentRollouts limits its episodes itself.
 _OF_EPISODES = ("max_turns", "max_total_tokens", "step_timeout_s", "max_environments")
 
 
 class Task:
     """The prompts, rewards, tokenizer, environment and initial policy of a job.
 
-    `tokenizer`: a tokenizer of transformers.
-    `held_out`: prompts for evaluation, empty if the settings ask for none. They are not trained on,
-    except for training prompts that `data.held_out_path` repeats; a warning counts those.
-    `reward`: scores completions; close it at the end to end its processes. None if only the
-    environment gives rewards.
-    `rollout_fn`: generates the rollouts of the environment; close it as well. None without one.
-    `num_skipped_rows`: number of bad rows of files and datasets that are left out.
+    `tokenizer`: a transformers tokenizer.
+    `held_out`: prompts for evaluation, empty if the settings ask for none. Training omits them,
+        except for training prompts that `data.held_out_path` repeats.
+    `reward`: scores completions, or None if only the environment gives rewards. Close it at the
+        end.
+    `rollout_fn`: generates the rollouts of the environment, or None if there is none. Close it at
+        the end.
+    `num_skipped_rows`: number of bad rows of files and datasets that were skipped.
     """
 
     def __init__(
@@ -92,12 +92,14 @@ class Task:
         max_sequence_length: int | None = None,
         answer_column: str | None = None,
     ) -> None:
-        """`warmup_source`: prompts of a warm-up; None takes the prompts of `data`.
-        `max_sequence_length`: the engine's, if known; it bounds prompts and episodes.
-        `answer_column`: the column that a warm-up learns; None without a warm-up.
+        """Read and check every row of files and datasets once.
 
-        Reads and checks every row of files and datasets once. Raises ConfigError for settings that
-        name missing things, and for bad rows unless `data.on_bad_row` is "skip".
+        `warmup_source`: prompts of a warm-up. None takes the prompts of `data`.
+        `max_sequence_length`: the engine's, if known. It limits prompts and episodes.
+        `answer_column`: the column that a warm-up learns, or None if there is no warm-up.
+
+        Raises ConfigError for settings that name missing things, and for bad rows unless
+        `data.on_bad_row` is "skip".
         """
         self._model, self._data, self._warmup_source = model, data, warmup_source
         self.tokenizer: Any = load_tokenizer(model)
@@ -113,7 +115,7 @@ class Task:
         self._warmup_check = replace(self._check, answer_column=answer_column)
         self.num_skipped_rows = 0
         self.held_out: Sequence[PromptItem]
-        # None if a function creates the prompts of each seed.
+        # The next two are None if a function creates the prompts of each seed.
         self._train: PromptRows | None = None
         self._warmup: PromptRows | None = None
         held_out_keys: frozenset[int] = frozenset()
@@ -144,7 +146,7 @@ class Task:
         return SelectedRows(rows, np.random.default_rng(seed).permutation(len(rows)))
 
     def new_policy(self) -> PreTrainedModel:
-        """Return the initial policy of a run; random weights are drawn from torch's generator."""
+        """Return the initial policy of a run. Random weights are drawn from torch's generator."""
         if (path := self._model.path) is not None:
             policy: PreTrainedModel = load_pretrained(
                 AutoModelForCausalLM, "model.path", path, dtype=torch.float32
@@ -161,7 +163,6 @@ class Task:
             return int(AutoModelForCausalLM.from_config(config).num_parameters())
 
     def _own_model(self) -> PreTrainedModel:
-        """Return a model of the settings' shape with random weights."""
         own: dict[str, Any] = {
             **self._model.shape,
             "vocab_size": len(self.tokenizer),
@@ -172,7 +173,7 @@ class Task:
         }
         if self._model.num_experts is None:
             return Qwen3ForCausalLM(Qwen3Config(**own))
-        # The family's checkpoints normalise the experts' weights; transformers' default does not.
+        # Qwen3-MoE's checkpoints normalise the experts' weights. transformers' default does not.
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**own, norm_topk_prob=True))
 
     async def evaluate(
@@ -182,12 +183,13 @@ class Task:
         settings: EvaluationSettings,
         on_finished: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Return metrics of answers to the held-out prompts; {} without held-out prompts.
+        """Return metrics of answers to the held-out prompts, or {} if there are none.
 
-        Greedy answers give `eval/greedy_reward`, `eval/num_prompts`, `eval/<term>` for each reward
-        term, and all of them for each source as `eval/<source>/...`. If `settings.n` is not 0, that
-        many samples of each prompt give all metrics of `evaluate`, which replace terms of the same
-        name. Samples have the same seeds each time. Calls `on_finished` at the end of each sample.
+        Greedy answers give `eval/greedy_reward`, `eval/num_prompts` and `eval/<term>` for each
+        reward term, and the same for each source as `eval/<source>/...`. If `settings.n` is not 0,
+        `n` samples of each prompt add all metrics of `trainer_hooks.evaluation.evaluate`, which
+        replace terms of the same name. The seeds are the same in each call. `on_finished` is called
+        at the end of each sample.
         """
         if not self.held_out:
             return {}
@@ -229,9 +231,7 @@ class Task:
         self, llm: GeneratesAsync, params: SamplingParams, count: int
     ) -> list[dict[str, str]]:
         """Return the "prompt" and greedy "answer" of each of the first `count` held-out prompts.
-
-        The "prompt" of a chat is the text of its last message; token ids are shown as a list.
-        """
+        The "prompt" of a chat is the text of its last message. Token ids are shown as a list."""
         greedy = replace(params, temperature=0.0, return_log_probs=False)
         answers = []
         for item in self.held_out[:count]:
@@ -258,16 +258,18 @@ class Task:
         return open_source(source, self._chat, part, seed)
 
     def _checked(self, source: SourceSettings, check: PromptCheck, name: str) -> CheckedRows:
-        """Return the good rows of a source, and count the bad ones. `name`: its setting."""
+        """Return the good rows of a source, and count the bad ones. `name` is the source's
+        setting."""
         rows = self._open(source, "train", 0)
         checked = check_rows(rows, check, self._data.on_bad_row, name)
         self.num_skipped_rows += checked.num_skipped
         return checked
 
     def _split(self) -> SplitPrompts:
-        """Return training prompts, and held-out ones from `held_out_path` or else the sources."""
+        """Return training prompts, and held-out prompts from `held_out_path` or else from the
+        sources."""
         data = self._data
-        # A warm-up without its own prompts learns the answers of these.
+        # A warm-up without its own prompts learns the answers of the training prompts.
         check = self._warmup_check if self._warmup_source is None else self._check
         sources = {
             name: self._checked(own, check, f"data.sources.{name}" if data.sources else "data")
@@ -281,7 +283,8 @@ class Task:
         return SplitPrompts(train=train.rows, held_out=held_out, held_out_keys=frozenset())
 
     def _made(self, part: str, seed: int, check: PromptCheck) -> PromptRows:
-        """Return the rows of the user's function for a part of a run. A list is checked at once."""
+        """Return the rows of the user's function for a part of a run. A list is checked at once,
+        other rows when they are read."""
         rows = self._open(self._data, part, seed)
         if not isinstance(rows.rows if isinstance(rows, FormattedPrompts) else rows, (list, tuple)):
             return CheckedWhenRead(rows, check)
@@ -291,10 +294,8 @@ class Task:
 def prompt_check(
     model: ModelSettings, tokenizer: Any, max_sequence_length: int | None
 ) -> PromptCheck:
-    """Return the check of a job's prompts.
-
-    `max_sequence_length`: the engine's; None takes the model's number of positions.
-    """
+    """Return the check of a job's prompts. `max_sequence_length` is the engine's. None takes the
+    model's number of positions."""
     if model.path is not None:
         config = load_pretrained(AutoConfig, "model.path", model.path).get_text_config()
         vocab_size = getattr(config, "vocab_size", None)
@@ -309,10 +310,8 @@ def prompt_check(
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
-    """Load the tokenizer of the settings. Without a padding token it pads with its end token.
-
-    Raises ConfigError if there is no tokenizer, or if it has no end token.
-    """
+    """Load the tokenizer of the settings. A tokenizer without a padding token pads with its end
+    token. Raises ConfigError if there is no tokenizer, or if it has no end token."""
     source = settings.tokenizer or settings.path
     assert source is not None, "the settings check it"
     if ":" in source:
@@ -328,12 +327,10 @@ def load_tokenizer(settings: ModelSettings) -> Any:
 
 
 def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
-    """Return the format of prompts by the tokenizer's chat template.
-
-    Returns None, which leaves prompts as they are, if `settings.chat` is False, or if it is None
-    and the tokenizer has no template.
-    Raises ConfigError for a system prompt or examples without a template.
-    """
+    """Return the format of prompts by the tokenizer's chat template, or None to leave prompts
+    unchanged. The result is None if `settings.chat` is False, or if `settings.chat` is None and the
+    tokenizer has no template. Raises ConfigError for a system prompt or examples without a
+    template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if not (has_template if settings.chat is None else settings.chat):
         for name in ("system_prompt", "examples"):
@@ -349,7 +346,8 @@ def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
 
 
 def reward_runner(settings: RewardSettings) -> RewardRunner | None:
-    """Return the runner of the weighted sum of the settings' terms; None without terms."""
+    """Return the runner of the weighted sum of the settings' terms, or None if there are no
+    terms."""
     if not settings.terms:
         return None
     functions = [reward_function(name, term) for name, term in settings.terms.items()]
@@ -361,10 +359,8 @@ def reward_runner(settings: RewardSettings) -> RewardRunner | None:
 
 
 def reward_function(name: str, term: RewardTerm) -> Any:
-    """Return the function of a term, adapted to RewardRunner's convention.
-
-    Raises ConfigError for a path that names no function, and for options that it does not accept.
-    """
+    """Return the function of a term, adapted to RewardRunner's convention. Raises ConfigError for a
+    path that names no function, and for options that it does not accept."""
     function = import_function(term.path, term.options, f"reward.terms.{name}")
     adapter = {"text": None, "chat": ConversationalReward, "verl": VerlReward}[term.convention]
     return function if adapter is None else adapter(function)
@@ -376,12 +372,10 @@ def environment_rollouts(
     template_options: Mapping[str, Any],
     max_sequence_length: int | None,
 ) -> EnvironmentRollouts | AgentRollouts | None:
-    """Return the rollout_fn of the settings; None if they name no environment.
-
-    `max_sequence_length`: the engine's; limit on an episode's tokens if the settings have none.
-    Raises ConfigError for a path that names no environment, for options and limits that it does not
-    accept, and for a tokenizer without a chat template.
-    """
+    """Return the rollout_fn of the settings, or None if they name no environment. The engine's
+    `max_sequence_length` limits an episode's tokens if the settings do not. Raises ConfigError for
+    a path that names no environment, for wrong options and limits, and for a tokenizer without a
+    chat template."""
     if settings.path is None:
         return None
     make, options = import_object(settings.path, "environment.path"), dict(settings.options)
@@ -411,7 +405,6 @@ def environment_rollouts(
 
 
 def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
-    """Raise ConfigError for a limit that an AgentRollouts would ignore."""
     for limit in fields(settings):
         value = getattr(settings, limit.name)
         if limit.name in _OF_EPISODES and value != limit.default:
@@ -423,10 +416,8 @@ def _refuse_limits_of_episodes(settings: EnvironmentSettings) -> None:
 
 
 def producer_options(settings: ProducerSettings) -> dict[str, Any]:
-    """Return the settings as arguments of AsyncRolloutProducer. Paths become functions.
-
-    Raises ConfigError for a path that names no function.
-    """
+    """Return the settings as arguments of AsyncRolloutProducer, with functions in place of paths.
+    Raises ConfigError for a path that names no function."""
     options = {field.name: getattr(settings, field.name) for field in fields(settings)}
     filters = [
         import_function(own.path, own.options, f"producer.group_filters.{name}")

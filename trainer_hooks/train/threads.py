@@ -1,7 +1,7 @@
-"""How many threads a job's trainer and engines get, so that they do not compete for CPUs.
+"""Decides how many threads a job's trainer and engines get, so that they do not compete for CPUs.
 
-Used by `trainer_hooks.train.main`. Idle OpenMP threads spin for some milliseconds, so two processes
-that together have more threads than CPUs slow each other down.
+Used by `trainer_hooks.train.main`. Idle OpenMP threads spin for some milliseconds, so processes
+with more threads than CPUs slow each other down. It sets torch's number of threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trainer_hooks.train.settings import LOCAL_LAUNCHER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Threads of torch and of the compiled kernels: in the trainer, and in each rank of an engine.
-    None leaves the number to torch or to the engine's launcher."""
+    """Threads of torch and of compiled kernels: in the trainer, and in each rank of an engine. None
+    leaves the number to torch or to the engine's launcher."""
 
     trainer: int | None
     engine: int | None
@@ -31,14 +31,11 @@ class Threads:
 
 
 def threads_of(settings: JobSettings) -> Threads:
-    """Return the threads of a job; `trainer.num_threads` and `engine.num_threads` stay as given.
-
-    If engines are suspended while the trainer trains, or compute on a GPU, trainer and engine get
-    all CPUs of this process each. If they run at once on the CPUs of this machine, each process
-    gets an equal part, at least one.
-    """
+    """Return the threads of a job. `trainer.num_threads` and `engine.num_threads` stay as given. If
+    engines are suspended during training or compute on a GPU, trainer and engine get all CPUs each.
+    Otherwise each process gets an equal part of the CPUs, at least one."""
     trainer, engine = settings.trainer.num_threads, settings.engine.num_threads
-    # torchrun divides the machine among its ranks by OMP_NUM_THREADS.
+    # torchrun divides the CPUs among its ranks by OMP_NUM_THREADS.
     if settings.trainer.strategy == "fsdp2" or settings.launcher.path != LOCAL_LAUNCHER:
         return Threads(trainer=trainer, engine=engine)
     num_cpus = min(num_usable_cpus(), torch.get_num_threads())
@@ -54,20 +51,16 @@ def threads_of(settings: JobSettings) -> Threads:
 
 
 def use_threads(num_threads: int | None) -> None:
-    """Set torch's number of threads in this thread of Python; None leaves it alone."""
+    """Set torch's number of threads for this Python thread. None leaves it unchanged."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-        torch.get_num_threads()  # else the first computation here would take the process's latest
+        torch.get_num_threads()  # else this thread's first computation takes the process's number
 
 
 @contextmanager
 def restored_threads() -> Iterator[None]:
-    """Restore torch's number of threads in this thread of Python after the block.
-
-    `threads_of` counts from it: without this, each seed of a job would get a part of the threads of
-    the seed before.
-    """
-    num_threads = torch.get_num_threads()
+    """Restore torch's number of threads for this Python thread after the block."""
+    num_threads = torch.get_num_threads()  # `threads_of` divides it anew for each seed of a job
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Supervised warm-up of a policy, so that some sampled answers are right when GRPO begins.
 
-Used by `trainer_hooks.train.main` before step 0, and by examples/train_trl.py. Trains the policy in
-place, and starts an engine in this process.
+Used by `trainer_hooks.train.main` before step 0, and by examples/train_trl.py. It trains the policy
+in place, and runs an engine in this process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainer_hooks.update.guarded_step import GuardedStep
 from trainer_hooks.weight_sync import WeightSync
 
 IGNORED = -100
-# Far above any supervised gradient, so nothing is clipped.
+# Larger than any supervised gradient, so nothing is clipped.
 _MAX_GRAD_NORM = 1e3
 
 
@@ -44,12 +44,9 @@ async def warm_up(
     params: SamplingParams,
     engine: InferenceConfig,
 ) -> AsyncIterator[dict[str, float]]:
-    """Train on the answers of the warm-up's prompts until samples score `target_reward`.
-
-    Yields the metrics of each step. An engine that it starts measures the reward of samples drawn
-    with `params` at the settings' intervals and after the last step. Raises ConfigError if
-    `max_steps` steps do not reach the target.
-    """
+    """Train on the answers of the warm-up's prompts until samples score `target_reward`. Yield the
+    metrics of each step. An engine in this process samples with `params` at the settings' intervals
+    and after the last step. Raises ConfigError if `max_steps` steps do not reach the target."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     guard = GuardedStep(optimizer, _MAX_GRAD_NORM)
     source = task.warmup_prompts(seed)
@@ -57,7 +54,7 @@ async def warm_up(
     # In an environment the warm-up's prompts are parts of episodes, but whole episodes are scored.
     checked = prompts if task.rollout_fn is None else _in_turn(task.prompts(seed))
     latest, start_s = -math.inf, time.perf_counter()
-    # Engines of other packages do not take the policy itself.
+    # Engines of other packages do not accept a model object.
     own = engine.replace(engine=OWN_ENGINE, engine_options={})
     with LLM(policy, task.tokenizer, own) as llm:
         async with ThreadedLLM(llm) as threaded:
@@ -100,11 +97,9 @@ def answer_loss(
     items: Sequence[PromptItem],
     answer_column: str = "answer",
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the answers' tokens, end token included, after the prompts.
-
-    Shape letters: B problems, T positions, V vocabulary.
-    Raises ConfigError for a prompt without an answer.
-    """
+    """Return the mean cross-entropy of the answers' tokens after the prompts, end token included.
+    Raises ConfigError for a prompt without an answer. Shape letters: B prompts, T positions, V
+    vocabulary."""
     if missing := [item for item in items if answer_column not in item.columns]:
         raise ConfigError(
             f"the warm-up learns the column {answer_column!r}, but a prompt has "
@@ -126,7 +121,7 @@ def answer_loss(
         end = len(question) + len(answer)
         tokens_BT[row, :end] = torch.tensor(question + answer)
         targets_BT[row, len(question) : end] = torch.tensor(answer)
-    # Padding is on the right, where no token of a causal model attends to it.
+    # No token of a causal model attends to padding on the right.
     logits_BTV = policy(input_ids=tokens_BT[:, :-1]).logits
     return cross_entropy(
         logits_BTV.flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=IGNORED

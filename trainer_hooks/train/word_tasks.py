@@ -1,9 +1,9 @@
 """Two tasks that SmolLM2 learns in minutes: reverse a list of words, write number words as digits.
 
-Used by `trainer_hooks.train.task` through conf/data/revlist.yaml and conf/data/digits.yaml, which
-name the functions. Each is called as `function(part, seed, **options)` with the part "train",
-"warmup" or "held_out", and returns items with the column `answer`. Held-out rows are the same for
-every seed, and no run trains on one.
+`trainer_hooks.train.task` imports the functions, which conf/data/revlist.yaml and
+conf/data/digits.yaml name. It calls them as `function(part, seed, **options)` with part "train",
+"warmup" or "held_out". Rows have the column `answer`. Held-out rows are equal for all seeds, and no
+run trains on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from rollout.errors import ConfigError
 from trainer_hooks import PromptItem
 
-NUM_PROMPTS = 2_000  # of a part of one seed's run, apart from the held-out prompts
+NUM_PROMPTS = 2_000  # rows of the parts "train" and "warmup" of one seed
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Common nouns of three to seven letters.
 WORDS = tuple(
@@ -75,11 +75,9 @@ def _rows(
     size: str,
     num_rows: int,
 ) -> Sequence[PromptItem]:
-    """Return the held-out rows, or NUM_PROMPTS other rows of the part, made by `draw`.
-
-    `num_rows`: number of different rows that `draw` can make. `size`: the option that determines
-    it, for the error. Raises ConfigError if more than half of the different rows would be held out.
-    """
+    """Return the held-out rows, or NUM_PROMPTS other rows of the part, made by `draw`. `num_rows`
+    counts the different rows that `draw` can make. Raises ConfigError, which names `size`, if more
+    than half of them are held out."""
     if num_rows < 2 * num_held_out:
         raise ConfigError(
             f"{size} gives {num_rows} rows, fewer than twice num_held_out={num_held_out}; "

@@ -1,7 +1,7 @@
 """BFloat16AdamW: AdamW with its two moments in bfloat16, which halves the memory of its state.
 
 Used by `trainer_hooks.train.learner` for `trainer.optimizer_state_dtype=bfloat16`, and by users'
-training loops. It writes the parameters.
+training loops. The optimizer writes the parameters.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ _DEVICE_CHUNK = 1 << 24
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW without weight decay on float32 parameters, with moments in bfloat16.
 
-    A step computes in float32 by torch's fused AdamW and then rounds the moments stochastically: up
-    or down at random, such that the expected value is the number itself. Rounding to nearest would
-    be unsound, because bfloat16 has 8 bits: with beta2=0.999 a step changes the second moment by
-    less than half of the last bit, and the moment would never move. Here the moments have no bias,
-    and errors of a few percent.
-
-    The random bits depend on the step's number alone, so a resumed run repeats the same steps.
+    A step computes in float32 by torch's fused AdamW and then rounds the moments stochastically, so
+    they have no bias and errors of a few percent. Rounding to nearest is unsound. With beta2=0.999
+    a step changes the second moment by less than half of bfloat16's last bit, so the moment never
+    moves.
+    The random bits depend only on the step's number, so a resumed run repeats the same steps.
     Source of the rounding: Gupta et al. 2015, arXiv 1502.02551, section 3.
+    Raises ConfigError if a parameter is not float32.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class BFloat16AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        """Takes the parameters, or groups of them. Raises ConfigError if one is not float32."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -71,9 +69,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`. Torch casts moments to the parameters' dtype; this casts them back,
-        which is exact."""
-        super().load_state_dict(state_dict)
+        """Load a `state_dict`, with the moments in bfloat16."""
+        super().load_state_dict(state_dict)  # casts the moments to float32, which is exact
         for state in self.state.values():
             for name in _MOMENTS:
                 state[name] = state[name].to(torch.bfloat16)
@@ -92,12 +89,12 @@ class BFloat16AdamW(torch.optim.Optimizer):
 def _update(
     parameter: Tensor, state: dict[str, Any], group: dict[str, Any], bits_2C: Tensor
 ) -> None:
-    """Make one step for `parameter`, a chunk at a time. Sharded tensors are updated locally."""
+    # A chunk at a time, and for a sharded parameter only this rank's part.
     assert parameter.grad is not None, "the caller checks it"
     own = _local(parameter.detach())
     whole = own.contiguous()  # itself, unless its strides are unusual
     size = bits_2C.shape[1]
-    # The fused kernel reads numbers one behind the other, also of an expanded gradient.
+    # The fused kernel needs contiguous numbers, also of an expanded gradient.
     gradient = _local(parameter.grad).contiguous()
     parts = (whole, gradient, *(_local(state[name]) for name in _MOMENTS))
     beta1, beta2 = group["betas"]
@@ -119,20 +116,18 @@ def _update(
 
 
 def _random_bits(step: int, device: torch.device) -> Tensor:
-    """Return 16 random bits for each number of a chunk of both moments, int32 [2, C]."""
     shape = 2, _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     generator = torch.Generator(device).manual_seed(step)
     return torch.randint(1 << 16, shape, generator=generator, device=device, dtype=torch.int32)
 
 
 def _round(exact: Tensor, bits: Tensor, to: Tensor) -> None:
-    """Round float32 numbers stochastically to bfloat16, which is their upper 16 bits. Changes
-    `exact`."""
+    """Round float32 numbers stochastically to bfloat16. Changes `exact`."""
+    # A bfloat16 is the upper 16 bits of a float32.
     upper = exact.view(torch.int32).add_(bits).bitwise_right_shift_(16)
     to.view(torch.int16).copy_(upper)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, and other tensors as they are."""
     own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return own

@@ -1,8 +1,9 @@
 """GuardedStep: clips gradients, and skips the optimizer step if a gradient is NaN or infinite.
 
-Used by `update_policy`, and by `trainer_hooks.train.learner` and `trainer_hooks.train.warm_up`. It
-writes the parameters through the optimizer, and the batches of skipped steps to files if it has a
-directory.
+Used by `trainer_hooks.update.micro_batches`, `trainer_hooks.train.learner` and
+`trainer_hooks.train.warm_up`. `benchmarks.trl_step` uses `clip_gradients`. GuardedStep writes the
+parameters through the optimizer. If it has a directory, it writes the batches of skipped steps
+there.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ class NonFiniteGradientError(RolloutError):
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients of `model` to a norm of at most `max_norm`. Returns the norm before.
 
-    The norm is taken over all gradients together. If ranks hold parts of them, this is a
-    collective. Raises ConfigError for a `max_norm` that is not above 0: it would remove or reverse
-    gradients.
+    The norm is taken over all gradients together. This is a collective if ranks hold parts of the
+    gradients. Raises ConfigError for a `max_norm` that is not above 0.
     """
     check_value("max_norm", max_norm, PositiveFloat, ConfigError)
     return float(full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
@@ -45,12 +45,13 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
 class GuardedStep:
     """Clips gradients and steps an optimizer, or skips the step if a gradient is not finite.
 
-    A skipped step changes neither parameters nor the optimizer's state, on any of the `ranks`. It
-    is logged.
+    A skipped step is logged. A skipped step changes neither the parameters nor the optimizer's
+    state, on any of the `ranks`.
     `max_skipped`: number of successive skipped steps at which `step` raises.
-    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`;
+    `directory`: folder to which rank 0 writes the batch of each skipped step, for `load_rollouts`.
     None writes no files.
     `num_skipped`: number of all skipped steps.
+    Raises ConfigError for a number out of range.
     """
 
     def __init__(
@@ -61,7 +62,6 @@ class GuardedStep:
         ranks: TrainerRanks = ALONE,
         directory: Path | None = None,
     ) -> None:
-        """Raises ConfigError for a number out of range."""
         self._directory = directory
         self._optimizer, self._ranks = optimizer, ranks
         self._max_grad_norm = check_value(
@@ -79,9 +79,8 @@ class GuardedStep:
         """Clip the gradients of each model, then make or skip the optimizer step.
 
         Returns the gradient norm of the first model before clipping, and whether the step was made.
-        A skipped step clears the gradients. `batch`: batch of the gradients, to be written if the
-        step is skipped.
-        Raises NonFiniteGradientError at the last of `max_skipped` successive skipped steps.
+        A skipped step clears the gradients and, with a `directory`, writes `batch` to a file.
+        Raises NonFiniteGradientError when `max_skipped` successive steps were skipped.
         """
         norms = [clip_gradients(model, self._max_grad_norm) for model in models]
         if self._is_finite_everywhere(norms):
@@ -106,9 +105,7 @@ class GuardedStep:
         return norms[0], False
 
     def _saved(self, batch: RolloutBatch | None) -> str:
-        """Write the batch of a skipped step, on rank 0. Returns the file's name for a message, or
-        "" if nothing is written.
-        """
+        """Write the batch of a skipped step, on rank 0. Returns a text with the path, or ""."""
         if batch is None or self._directory is None or self._ranks.rank:
             return ""
         taken = {path.name for path in self._directory.glob("skipped_*.pt")}
@@ -118,6 +115,6 @@ class GuardedStep:
         return f"; its batch is in {path}"
 
     def _is_finite_everywhere(self, norms: Sequence[float]) -> bool:
-        """Return whether the norms on all ranks are finite. All ranks get the same result."""
+        # All ranks get the same result.
         num_bad = torch.tensor(float(not all(map(math.isfinite, norms))))
         return not bool(self._ranks.sum(num_bad))

@@ -25,10 +25,10 @@ from trainer_hooks.losses.head_logprobs import gradient_in_place
 def checkpointed_layers(policy: Any) -> Iterator[None]:
     """Let forward passes in the block keep only the inputs of each layer for the backward pass.
 
-    The backward pass, which may come after the block, computes each layer again. Log-probs and
-    gradients are the same. Passes without a gradient are as before. Dropout stays as the model's
-    mode says, unlike with transformers' own checkpointing, which needs train mode.
-    Raises ConfigError for a policy without layers that transformers would checkpoint.
+    The backward pass computes each layer again, also after the block. Log-probs and gradients do
+    not change. Passes without a gradient are not affected. Unlike transformers' own checkpointing,
+    this works in eval mode, too.
+    Raises ConfigError for a policy without layers that transformers can checkpoint.
     """
     layers = _layers(policy)
     if not torch.is_grad_enabled():
@@ -44,8 +44,8 @@ def checkpointed_layers(policy: Any) -> Iterator[None]:
 def embeddings_in_place(embedding: Any) -> Iterator[None]:
     """Let backward passes add the gradient of `embedding` to its weight's `grad` in place.
 
-    Torch's own backward pass makes a gradient of the whole table, which is almost all zeros. Does
-    nothing for modules other than a plain nn.Embedding.
+    Torch's own backward pass makes a gradient of the whole table, which is almost all zeros. Has no
+    effect on modules other than a plain nn.Embedding.
     """
     is_plain = type(embedding) is nn.Embedding and not (
         embedding.max_norm or embedding.scale_grad_by_freq or embedding.sparse
@@ -59,7 +59,6 @@ def embeddings_in_place(embedding: Any) -> Iterator[None]:
 
 @contextmanager
 def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules another `forward` within the block."""
     before = {module: vars(module).get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward
@@ -73,15 +72,12 @@ def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def _layers(policy: Any) -> list[nn.Module]:
-    """Return the layers of a model of transformers, or of PEFT around one.
-
-    A layer within another is left out: the outer layer computes it again.
-    """
     found: list[nn.Module] = []
     if isinstance(policy, nn.Module):
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         found = [part for part in policy.modules() if isinstance(part, GradientCheckpointingLayer)]
+    # A layer within another is left out: the outer layer computes it again.
     inner = {part for layer in found for part in layer.modules() if part is not layer}
     found = [layer for layer in found if layer not in inner]
     if not found:
@@ -100,8 +96,6 @@ def _looked_up(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of an embedding's table, [..., E]. As in torch, the padding's row gets no gradient."""
-
     @staticmethod
     def forward(ctx: Any, weight_VE: Tensor, padding_id: int | None, tokens: Tensor) -> Tensor:
         ctx.save_for_backward(weight_VE, tokens)

@@ -1,10 +1,9 @@
 """The update of a policy on a `RolloutBatch`, in micro-batches of a limited number of tokens.
 
-Used once per batch by users' training loops and `trainer_hooks.train.learner`: `compute_logprobs`
-before the first optimizer step if the loss needs proximal log-probs, then `update_policy`, or
-`accumulate_gradients` before an optimizer step of their own. ReferencePolicy uses
-`compute_logprobs`, too. `accumulate_gradients` writes the policy's gradients, `update_policy` also
-its weights.
+Used by users' training loops, `trainer_hooks.train.learner` and `trainer_hooks.update.reference`.
+Call `compute_logprobs` before the first optimizer step if the loss needs proximal log-probs. Then
+call `update_policy`, or `accumulate_gradients` and an optimizer of your own. `accumulate_gradients`
+writes the policy's gradients, and `update_policy` also its weights.
 
 Shape letters: B rows, each a token sequence of a rollout, T positions, N tokens of all rows without
 padding.
@@ -48,7 +47,7 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 logger = logging.getLogger(__name__)
 
-MAX_NODES = 16_384  # of a tree of several rows: its attention mask takes 256 MiB
+MAX_NODES = 16_384  # limit on a tree of several rows: its attention mask takes 256 MiB
 
 # Keywords of TRL, verl and OpenRLHF, and the names of the same settings here.
 UPDATE_HINTS = {
@@ -71,18 +70,18 @@ class UpdateSettings:
     """How a batch is divided into optimizer steps and forward passes.
 
     `num_iterations`: number of passes over the batch.
-    `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout; every
+    `num_minibatches`: number of optimizer steps of each pass, at most one for each rollout. Each
     step takes a random part of the rollouts (`RolloutBatch.split_rollouts`).
-    `max_tokens`: limit on the tokens of a forward pass, with padding. None sets no limit: rows that
-    are computed whole take one pass for each minibatch.
+    `max_tokens`: limit on the tokens of a forward pass, with padding. None sets no limit. Whole
+    rows then take one forward pass per optimizer step.
     `is_packed`: True concatenates the rollouts of a forward pass to a single row without padding.
-    The model must separate them by their position ids; any other model is refused at its first
-    packed pass.
-    `share_prefixes`: True computes the common beginning of rows, such as a group's prompt and a
-    system prompt, once, and logits of trained tokens alone, a few at a time. `max_tokens` then
-    limits the tokens that are computed. Gradients equal those of whole rows up to rounding. Models
-    for which they would not (`tree_fault`), routing replay, and rows beyond a model's sliding
-    window are computed in whole rows, packed or padded.
+    The model must separate the rollouts by their position ids. Another model is refused at its
+    first packed pass.
+    `share_prefixes`: True computes the common beginning of rows once, such as a group's prompt or a
+    system prompt. Only the logits of trained tokens are computed. `max_tokens` then limits the
+    tokens that are computed. Gradients equal those of whole rows up to rounding. Whole rows, packed
+    or padded, are still computed for models whose gradients differ (`tree_fault`), for routing
+    replay, and for rows beyond a model's sliding window.
     `temperature`: divisor of the logits, as in the rollouts' sampling.
     `max_grad_norm`: norm to which larger gradients are scaled down.
     `max_skipped_steps`: number of successive skipped steps at which GuardedStep raises.
@@ -90,8 +89,8 @@ class UpdateSettings:
     `trainer_hooks.replay_routing`). The batch must be collated with routing=True.
     `gradient_checkpointing`: True keeps only the inputs of each layer for the backward pass, which
     computes the layer again (`checkpointed_layers`). Gradients are the same.
-    `autocast`: "bfloat16" computes products in bfloat16 by torch.autocast, with weights and
-    gradients in float32.
+    `autocast`: "bfloat16" computes products in bfloat16 by torch.autocast. Weights and gradients
+    stay in float32.
     """
 
     num_iterations: PositiveInt = 1
@@ -113,13 +112,14 @@ class UpdateSettings:
 def split_micro_batches(
     lengths_B: torch.Tensor, max_tokens: int | None, is_packed: bool = False
 ) -> list[torch.Tensor]:
-    """Return the row indices of each micro-batch. `lengths_B`: tokens of each row.
+    """Return the row indices of each micro-batch.
 
-    Without `max_tokens`, all rows are one micro-batch. With it, rows are placed longest first, each
-    into the fullest micro-batch that has room for it (best fit). A micro-batch costs the number of
-    its rows times its longest row, or the sum of its lengths if `is_packed`. Rows without a token,
-    of rollouts that failed before their first turn, are left out.
-    Raises ConfigError for a row longer than `max_tokens`.
+    `lengths_B`: number of tokens of each row. Rows without a token are left out.
+    `max_tokens`: limit on the tokens of a micro-batch. None puts all rows into one micro-batch. A
+    packed micro-batch has the sum of its rows' lengths. A padded one has its number of rows times
+    its longest row.
+    Rows are placed longest first, each into the fullest micro-batch that has room for it (best
+    fit). Raises ConfigError for a row longer than `max_tokens`.
     """
     if max_tokens is None:
         rows = lengths_B.nonzero().flatten()
@@ -145,7 +145,6 @@ def split_micro_batches(
 
 
 def _require_room(longest: int, max_tokens: int | None) -> None:
-    """Raise ConfigError if the longest rollout exceeds the limit of a pass."""
     if max_tokens is not None and longest > max_tokens:
         raise ConfigError(
             f"max_tokens={max_tokens} is less than the {longest} tokens of a rollout; "
@@ -158,10 +157,9 @@ def split_among_ranks(
 ) -> list[list[torch.Tensor]]:
     """Return for each rank the row indices of each of its forward passes.
 
-    Each row with a token occurs once. The ranks get about equal numbers of tokens. All ranks make
-    the same number of passes, since a pass of a sharded model is a collective: a rank with fewer
-    passes gets empty ones at its end.
-    Raises ConfigError for a row longer than `settings.max_tokens`.
+    Each row with a token occurs once. The ranks get about equal numbers of tokens. A rank with
+    fewer passes than others gets empty ones at its end, because a pass of a sharded model is a
+    collective. Raises ConfigError for a row longer than `settings.max_tokens`.
     """
     lengths = lengths_B.tolist()
     rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -182,10 +180,6 @@ Way = Literal["trees", "packed", "padded"]
 
 
 def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings) -> Way:
-    """Return how forward passes compute the rows of `batch`.
-
-    Raises ConfigError if they would be packed and the model lets packed rollouts mix.
-    """
     reason = _reason_against_trees(policy, batch, settings)
     if reason is None:
         return "trees"
@@ -200,7 +194,6 @@ def _way_of(policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSet
 def _reason_against_trees(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings
 ) -> str | None:
-    """Return why the rows are not computed as trees, for the log; None if they are."""
     if not settings.share_prefixes:
         return "share_prefixes=False"
     if settings.replay_routing:
@@ -215,7 +208,7 @@ def _reason_against_trees(
     return None
 
 
-@lru_cache(64)
+@lru_cache(64)  # once for each pair
 def _log_once(model: str, reason: str) -> None:
     logger.info("%s computes each row whole, shared prefixes as well: %s", model, reason)
 
@@ -227,7 +220,6 @@ def _split(
     way: Way,
     num_ranks: int,
 ) -> list[list[torch.Tensor]]:
-    """Return for each rank the row indices of its passes, as `split_among_ranks` does."""
     if way != "trees":
         return split_among_ranks(batch.lengths_B, settings, num_ranks)
     rows = rows_before_last(batch.tokens_BT, batch.mask_BT)
@@ -244,7 +236,6 @@ def _split(
 
 
 def _filled(passes: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Return the passes of each rank, with empty ones appended until all ranks have as many."""
     most = max(map(len, passes))
     return [own + [torch.zeros(0, dtype=torch.long)] * (most - len(own)) for own in passes]
 
@@ -256,14 +247,11 @@ def _passes(
     ranks: TrainerRanks,
     way: Way,
 ) -> Iterator[tuple[torch.Tensor, RolloutBatch, bool]]:
-    """Yield for each pass of this rank its row indices, its batch, and whether its result counts.
-
-    A pass without rows computes the shortest row with an empty mask, and its result does not count.
-    """
+    """Yield each pass of this rank: its row indices, its batch, and whether its result counts."""
     for rows in _split(policy, batch, settings, way, ranks.size)[ranks.rank]:
         if len(rows):
             yield rows, batch.select(rows), True
-        else:
+        else:  # the shortest row with an empty mask, since a pass can be a collective
             shortest = batch.lengths_B.masked_fill(batch.lengths_B == 0, 2**31).argmin()[None]
             part = batch.select(shortest)
             yield shortest, replace(part, mask_BT=torch.zeros_like(part.mask_BT)), False
@@ -288,10 +276,6 @@ def _forward(
 def _replayed(
     policy: Callable[..., Any], batch: RolloutBatch, settings: UpdateSettings, way: Way
 ) -> AbstractContextManager[None]:
-    """Return a context for the forward and backward passes on `batch`, which replays its routing.
-
-    The context does nothing unless the settings ask for replay.
-    """
     if not settings.replay_routing:
         return nullcontext()
     if batch.routing_BTLK is None and bool(batch.mask_BT.any()):
@@ -311,7 +295,6 @@ def _replayed(
 
 
 def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
-    """Return a per-token result of a packed forward pass as [B, T]."""
     is_token_BT = batch.attention_mask_BT
     values_BT = values.new_zeros(is_token_BT.shape).masked_scatter(is_token_BT, values)
     # The log-prob of a rollout's first token came from the last logits of the rollout before it.
@@ -322,7 +305,6 @@ def _unpacked(values: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
 def _computing(
     policy: Callable[..., Any], settings: UpdateSettings, device: torch.device
 ) -> Iterator[None]:
-    """Apply `gradient_checkpointing` and `autocast` of the settings to passes in the block."""
     with ExitStack() as stack:
         if settings.gradient_checkpointing:
             stack.enter_context(checkpointed_layers(policy))
@@ -339,17 +321,13 @@ def _logprobs_and_entropies(
     way: Way,
     entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropies of one forward pass, [B, T] each.
-
-    A pass over a tree leaves 0 where no token is trained. `entropy_gradient`: whether the loss has
-    an entropy bonus. If not, passes over whole rows compute entropies without a gradient, which
-    would keep another tensor of the logits' size until the backward pass.
-    """
+    """Return log-probs and entropies of one forward pass, [B, T] each."""
     with _computing(policy, settings, batch.tokens_BT.device):
-        if way == "trees" and bool(batch.mask_BT.any()):
+        if way == "trees" and bool(batch.mask_BT.any()):  # leaves 0 where no token is trained
             assert isinstance(policy, nn.Module), "other policies have no trees"
             return tree_logprobs(policy, batch.tokens_BT, batch.mask_BT, settings.temperature)
         logits, tokens = _forward(policy, batch, settings, is_packed=way == "packed")
+    # A gradient of the entropies would keep another tensor of the logits' size.
     if entropy_gradient:
         columns = token_logprobs(logits, tokens, settings.temperature, return_entropy=True)
     else:
@@ -369,11 +347,11 @@ def compute_logprobs(
 ) -> torch.Tensor:
     """Return the log-probs [B, T] of trained tokens under `policy`, without a gradient.
 
-    They are 0 where `mask_BT` is False.
-
-    `policy`: the reference, or the policy before an update (for proximal log-probs). All `ranks`
-    call this with the same batch. Each computes a part and gets the log-probs of all rows.
-    Raises ConfigError for a policy that would mix packed rollouts, for a row longer than
+    The result is 0 where `mask_BT` is False.
+    `policy`: the reference, or the policy before an update (for proximal log-probs).
+    All `ranks` call this with the same batch. Each computes a part and gets the log-probs of all
+    rows.
+    Raises ConfigError for a policy that mixes packed rollouts, for a row longer than
     `settings.max_tokens`, and for replay without recorded routing.
     """
     way = _way_of(policy, batch, settings)
@@ -394,15 +372,15 @@ def accumulate_gradients(
     settings: UpdateSettings,
     ranks: TrainerRanks = ALONE,
 ) -> dict[str, float]:
-    """Add the gradient of the loss on `batch` to the policy's gradients, micro-batch by
-    micro-batch.
+    """Add the gradient of the loss on `batch` to the policy's gradients, in micro-batches.
 
-    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T].
-    Returns the metrics of `policy_loss` for the whole batch (`merged_metrics`).
-    All `ranks` call this with the same batch, and each computes a part of it. Each scales its loss
-    by the number of ranks, so that the mean over ranks, which FSDP and DDP take, is the gradient of
-    the batch.
-    Raises ConfigError in the cases of `compute_logprobs`, and those of `policy_loss`.
+    `columns`: `advantages_BT` and further arguments of `policy_loss`, each [B, T]. The advantages
+    may be [B, 1].
+    Returns the metrics of `policy_loss` for the whole batch.
+    All `ranks` call this with the same batch, and each computes a part of it. Each rank scales its
+    loss by the number of ranks. The mean over ranks, which FSDP and DDP take, is then the gradient
+    of the batch.
+    Raises ConfigError in the cases of `compute_logprobs` and of `policy_loss`.
     """
     way = _way_of(policy, batch, settings)
     rollout_tokens_B = batch.rollout_tokens_B
@@ -447,16 +425,17 @@ def update_policy(
 ) -> list[dict[str, float]]:
     """Make all optimizer steps on `batch`. Returns the metrics of each step.
 
-    The metrics of a step are those of `accumulate_gradients`, `skipped_steps` of 0, and
-    `grad_norm`, the norm before clipping. A step whose gradient is not finite is skipped, and its
-    metrics are {"skipped_steps": 1.0} alone. A batch without a trained token has no steps.
-    `columns`: see `accumulate_gradients`. The ratio is clipped around the column
-    `proximal_logprobs_BT` (from `compute_logprobs` before the first step), else around the engine's
-    log-probs. Either stays the same in all steps.
-    `guard`: GuardedStep of `optimizer` that the caller keeps, so that successive skipped steps are
-    counted across calls. None counts within this call.
+    The metrics of a step are those of `accumulate_gradients`, `skipped_steps` (0), and `grad_norm`,
+    the norm before clipping. A step whose gradient is not finite is skipped, and its only metric is
+    `skipped_steps` (1). A batch without a trained token has no steps.
+    `columns`: as for `accumulate_gradients`. The ratio is clipped around the column
+    `proximal_logprobs_BT`, which `compute_logprobs` returns before the first step. Without this
+    column it is clipped around the engine's log-probs. All steps use the same values.
+    `guard`: GuardedStep of `optimizer` that the caller keeps to count successive skipped steps
+    across calls. None counts within this call.
     All `ranks` call this with the same batch and equal states of torch's generator.
-    Raises ConfigError as `accumulate_gradients`, and NonFiniteGradientError as GuardedStep.
+    Raises the ConfigErrors of `accumulate_gradients`, and the NonFiniteGradientError of
+    GuardedStep.
     Source of the passes: GRPO, Shao et al. 2024, arXiv 2402.03300, algorithm 1, line 10.
     """
     guard = guard or GuardedStep(

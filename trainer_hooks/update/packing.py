@@ -1,6 +1,7 @@
-"""Checks that a model keeps packed rollouts apart, which are concatenated to one row.
+"""Checks that rollouts packed into one row do not affect each other.
 
-Used by `trainer_hooks.update.micro_batches` before it computes packed rows.
+Used by `trainer_hooks.update.micro_batches` before it computes packed rows. The check runs the
+model.
 
 Shape letters: N tokens of one row, V vocabulary.
 """
@@ -23,8 +24,8 @@ _BEFORE, _OTHER_BEFORE, _BEHIND = range(1, 9), range(8, 0, -1), range(3, 11)
 def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) -> None:
     """Raise ConfigError if `policy` computes packed rollouts differently from separate ones.
 
-    A call costs three forward passes of a few tokens without a gradient, which are collectives
-    under FSDP. Later calls with the same module use the cached result. `device`: device of the
+    The first call with a module makes three forward passes of a few tokens without a gradient,
+    which are collectives under FSDP. Later calls use the cached result. `device`: device of the
     token ids.
     """
     if isinstance(policy, nn.Module):
@@ -42,7 +43,6 @@ def require_separate_rollouts(policy: Callable[..., Any], device: torch.device) 
 
 @torch.no_grad()
 def _fault(policy: Callable[..., Any], device: torch.device) -> str | None:
-    """Return a text on how a packed rollout differs from a separate one; None if it does not."""
     alone_NV = _logits(policy, [_BEHIND], device)
     packed = (
         _logits(policy, [before, _BEHIND], device)[len(before) :]
@@ -54,7 +54,6 @@ def _fault(policy: Callable[..., Any], device: torch.device) -> str | None:
 def _logits(
     policy: Callable[..., Any], rollouts: Sequence[range], device: torch.device
 ) -> torch.Tensor:
-    """Return the logits [N, V] of `rollouts` packed into one row."""
     tokens_1N = torch.tensor([[token for each in rollouts for token in each]], device=device)
     positions = [position for each in rollouts for position in range(len(each))]
     positions_1N = torch.tensor([positions], device=device)

@@ -1,8 +1,8 @@
 """ReferencePolicy: the policy to which a KL term keeps the trained policy close.
 
-Used by users' training loops and by the training job (`trainer_hooks.train.main` makes it,
-`trainer_hooks.train.learner` calls it), for the argument `reference_logprobs_BT` of `policy_loss`.
-It writes only its own copy of the weights, in `follow` and `load_state_dict`.
+Used by users' training loops, `trainer_hooks.train.main` and `trainer_hooks.train.learner`, for the
+argument `reference_logprobs_BT` of `policy_loss`. `follow` and `load_state_dict` write its own copy
+of the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from trainer_hooks.weight_sync.trainer_ranks import ALONE, TrainerRanks
 
 
 class ReferencePolicy:
-    """The reference policy: a copy of the policy, or the policy with its LoRA adapter disabled."""
+    """The reference policy: a copy of the policy, or the policy with its LoRA adapter disabled.
+
+    `copy_of` and `without_adapter` make one.
+    `adapter_off`: returns a context in which `model` computes without its adapter.
+    Raises ConfigError for `sync_interval` together with `adapter_off`.
+    """
 
     def __init__(
         self,
@@ -32,11 +37,6 @@ class ReferencePolicy:
         adapter_off: Callable[[], AbstractContextManager[Any]] = nullcontext,
         settings: ReferenceSettings | None = None,
     ) -> None:
-        """Use `model` as the reference. `copy_of` and `without_adapter` are simpler.
-
-        `adapter_off`: returns a context in which `model` computes without its adapter. Raises
-        ConfigError for such a context together with `sync_interval`.
-        """
         self._model, self._adapter_off = model, adapter_off
         self._settings = settings or ReferenceSettings()
         if self._settings.sync_interval is not None and adapter_off is not nullcontext:
@@ -63,7 +63,7 @@ class ReferencePolicy:
         """Return the reference's log-probs [B, T] of trained tokens, 0 elsewhere.
 
         Routing is not replayed. All `ranks` call this with the same batch, and each computes a part
-        of it. Raises ConfigError as `compute_logprobs`.
+        of it. Raises the ConfigErrors of `compute_logprobs`.
         """
         own = replace(settings, replay_routing=False)
         with self._adapter_off():
@@ -73,8 +73,8 @@ class ReferencePolicy:
     def follow(self, policy: nn.Module, step: int) -> bool:
         """Move towards `policy` if training step `step`, from 1, is a multiple of `sync_interval`.
 
-        Returns whether it moved: weights = sync_weight * policy + (1 - sync_weight) * weights.
-        Source: TR-DPO (Gorbatovski et al. 2024), arXiv 2404.09656.
+        A move sets weights = sync_weight * policy + (1 - sync_weight) * weights. Returns whether it
+        moved. Source: TR-DPO (Gorbatovski et al. 2024), arXiv 2404.09656.
         """
         interval, weight = self._settings.sync_interval, self._settings.sync_weight
         if interval is None or step % interval:
@@ -89,7 +89,7 @@ class ReferencePolicy:
         return self._model.state_dict() if self._settings.sync_interval is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Does nothing if this reference does not move.
+        """Continue from `state_dict`. Has no effect if this reference does not move.
 
         Raises ConfigError if this reference moves and the one that wrote `state` did not.
         """

@@ -1,7 +1,8 @@
-"""Settings of an update that a job's config has: the reference policy's, and the guard's limit.
+"""Settings of an update: the reference policy, and the limit on skipped steps.
 
-Used by `trainer_hooks.update.reference`, `trainer_hooks.update.guarded_step` and
-`trainer_hooks.train.job`. Imports no torch, so that a job's mistakes are answered at once.
+Used by `trainer_hooks.update.reference`, `trainer_hooks.update.guarded_step`,
+`trainer_hooks.update.micro_batches` and `trainer_hooks.train.job`. The module imports no torch, so
+that mistakes in a job's config are reported at once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ REFERENCE_HINTS = {
 class ReferenceSettings:
     """Settings for a reference that follows the policy.
 
-    `sync_interval`: number of training steps between two moves towards the policy. None: the
-    reference does not move. TRL: `ref_model_sync_steps`.
+    `sync_interval`: number of training steps between two moves towards the policy. None means that
+    the reference does not move. TRL: `ref_model_sync_steps`.
     `sync_weight`: share of the policy's weights in a move. 1 copies them. With `sync_interval=1`, a
     small share makes the reference an exponential moving average. TRL: `ref_model_mixup_alpha`.
     Raises ConfigError for a value out of range.

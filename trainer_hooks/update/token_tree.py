@@ -1,10 +1,9 @@
 """Token sequences as trees, in which the common beginning of several rows occurs once.
 
-The rollouts of a group share their prompt, and groups share a system prompt. A causal model
-computes the same hidden state after the same tokens. So a forward pass over a tree of tokens, in
-which each token attends to its ancestors alone, gives the hidden states of passes over all rows.
 Used by `trainer_hooks.update.micro_batches`, which divides a batch into trees, and by
-`trainer_hooks.update.tree_pass`, which computes them.
+`trainer_hooks.update.tree_pass`, which computes the trees. The rollouts of a group share their
+prompt, and groups share a system prompt. In a forward pass over a tree, each token attends only to
+its ancestors. Such a pass gives a causal model the same hidden states as passes over all rows.
 
 Shape letters: B rows, T positions, N nodes of a tree.
 """
@@ -19,7 +18,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTree:
-    """The tokens of some rows as nodes, each shared prefix once, parents before their children.
+    """The tokens of some rows as nodes. Each shared prefix occurs once, parents before children.
 
     `tokens_N`, `depths_N`: token id and position of each node, int64.
     `ends_N`: the descendants of node i are the nodes from i + 1 to `ends_N[i]`, exclusive.
@@ -33,7 +32,7 @@ class TokenTree:
 
     @classmethod
     def of(cls, rows: Sequence[list[int]]) -> TokenTree:
-        """Build the tree of `rows`, which are token ids. The nodes follow the sorted rows."""
+        """Build the tree of `rows` of token ids. Nodes are in the order of sorted rows."""
         nodes_BT = torch.full((len(rows), max(map(len, rows), default=0)), -1)
         tokens: list[int] = []
         depths: list[int] = []
@@ -62,11 +61,10 @@ class TokenTree:
         )
 
     def __len__(self) -> int:
-        """Return the number of nodes."""
         return len(self.tokens_N)
 
     def attention_mask(self) -> torch.Tensor:
-        """Return which nodes each node attends to, itself and its ancestors: bool [N, N]."""
+        """Return which nodes each node attends to (itself and its ancestors), bool [N, N]."""
         index_N = torch.arange(len(self))
         query_N1, key_1N = index_N[:, None], index_N[None]
         return (key_1N <= query_N1) & (query_N1 < self.ends_N[None])
@@ -77,10 +75,10 @@ def split_into_trees(
 ) -> list[list[int]]:
     """Return the row indices of each tree. Rows join a tree where that lowers the cost.
 
-    A tree of N nodes costs N + `pair_cost` N^2: attention in a tree computes all pairs of nodes, so
-    rows that share little are cheaper in trees of their own. `pair_cost`: the cost of one pair over
-    the cost of one token in the layers' products. `max_nodes`: most nodes of a tree, except that a
-    longer row is a tree of its own; None sets no limit.
+    A tree of N nodes costs N + `pair_cost` N^2, since attention computes all pairs of nodes. Rows
+    that share little are therefore cheaper in separate trees.
+    `max_nodes`: limit on a tree of several rows. None sets no limit.
+    `pair_cost`: attention's cost of one pair, divided by the linear layers' cost of one token.
     """
     trees: list[list[int]] = []
     num_nodes = 0
@@ -106,8 +104,7 @@ def split_into_trees(
 def contiguous_parts(rows: Sequence[list[int]], num_parts: int) -> list[list[int]]:
     """Return the row indices of `num_parts` parts with about equal numbers of nodes.
 
-    The parts are cut from the sorted rows, so most rows with a common prefix stay together. A part
-    may be empty.
+    Parts are cut from the sorted rows, so most rows with a common prefix stay together.
     """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     order = sorted(range(len(rows)), key=lambda index: rows[index])

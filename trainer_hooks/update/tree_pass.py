@@ -1,8 +1,8 @@
 """Log-probs of a batch by forward passes over trees of its tokens (`token_tree`).
 
-Works for causal models of transformers that take a position id for each token and a mask for each
-pair of tokens. `tree_fault` finds out whether a model does, by comparison with a plain pass.
-Used by `trainer_hooks.update.micro_batches`.
+Used by `trainer_hooks.update.micro_batches`. Trees need a causal model of transformers that takes a
+position id for each token and a mask for each pair of tokens. `tree_fault` tests a model by
+comparison with a plain pass.
 
 Shape letters: B rows, T positions, N nodes, E hidden size, V vocabulary, R nodes that predict a
 trained token, M trained tokens.
@@ -27,9 +27,9 @@ def tree_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of the tokens where `mask_BT` is True, float32 [B, T].
 
-    Both are 0 elsewhere. Their gradients are for `backward()`, which may add the gradients of
-    embeddings and head in place. `mask_BT` must be False in column 0, which nothing predicts.
-    Tokens from a row's last trained token on are not computed, nor is padding.
+    Log-probs and entropies are 0 elsewhere. Take their gradients by `backward()`, which may add the
+    gradients of embeddings and head in place. `mask_BT` must be False in column 0, because no token
+    predicts it. Padding, and tokens from a row's last trained token on, are not computed.
     """
     device = tokens_BT.device
     tree = TokenTree.of(rows_before_last(tokens_BT, mask_BT))
@@ -51,14 +51,13 @@ def tree_logprobs(
 
 
 def rows_before_last(tokens_BT: Tensor, mask_BT: Tensor) -> list[list[int]]:
-    """Return each row's tokens before its last trained token: all that predicting it needs."""
+    """Return the tokens of each row before its last trained token."""
     columns_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     ends = (mask_BT * columns_T).amax(dim=1).tolist()
     return [row[:end] for row, end in zip(tokens_BT.tolist(), ends, strict=True)]
 
 
 def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of the model's forward pass over `tree`."""
     config: Any = policy.config
     mask_NN = tree.attention_mask().to(device)
     if config._attn_implementation == "eager":  # which adds the mask to the scores
@@ -74,7 +73,6 @@ def _inputs(policy: nn.Module, tree: TokenTree, device: torch.device) -> dict[st
 
 
 def _body(policy: Any) -> Any:
-    """Return the layers below the head of a causal model of transformers, or of PEFT around one."""
     return _model(policy).base_model
 
 
@@ -83,11 +81,8 @@ def _model(policy: Any) -> Any:
 
 
 def _plain_head(policy: Any) -> Head | None:
-    """Return the head, or None if the logits must come from a pass of the whole model.
-
-    They must under FSDP2, which gathers weights only in that pass, and for a head with an adapter.
-    """
     linear = _model(policy).get_output_embeddings()
+    # FSDP2 gathers weights only in a pass of the whole model. A head with an adapter is no Linear.
     if type(linear) is not nn.Linear or any(map(is_sharded, policy.parameters())):
         return None
     config = policy.config.get_text_config()
@@ -100,8 +95,8 @@ def _plain_head(policy: Any) -> Head | None:
 def pair_cost(policy: Any) -> float:
     """Return the cost of attention for one pair of tokens over the cost of a token's products.
 
-    Costs are numbers of multiplications: 2 heads * head_dim for a pair in each layer, and for a
-    token the number of the body's parameters without its embeddings.
+    Costs are numbers of multiplications. A pair costs 2 heads * head_dim in each layer. A token
+    costs the number of the body's parameters without its embeddings.
     """
     body = _body(policy)
     config = body.config.get_text_config()
@@ -113,7 +108,7 @@ def pair_cost(policy: Any) -> float:
 
 
 def max_depth(policy: Any) -> int | None:
-    """Return the size of the model's sliding window or attention chunk; None if it has none.
+    """Return the size of the model's sliding window or attention chunk, or None if it has neither.
 
     A tree's mask replaces the masks of windows and chunks, so rows must fit into them.
     """
@@ -123,9 +118,9 @@ def max_depth(policy: Any) -> int | None:
 
 
 def tree_fault(policy: Any, device: torch.device) -> str | None:
-    """Return a text on why `policy` cannot compute trees; None if it can.
+    """Return a text on why `policy` cannot compute trees, or None if it can.
 
-    The first call with a module compares two small passes over trees with a plain one.
+    The first call with a module compares two small passes over trees with a plain pass.
     """
     if not isinstance(policy, nn.Module) or not hasattr(policy, "config"):
         return "it is no module of transformers"
@@ -151,7 +146,6 @@ def _compare(policy: nn.Module, device: torch.device) -> str | None:
 
 
 def _tree_logits(policy: nn.Module, rows: list[list[int]], device: torch.device) -> Tensor:
-    """Return the logits [T, V] of the last row's tokens, computed as in `tree_logprobs`."""
     tree = TokenTree.of(rows)
     inputs, nodes_T = _inputs(policy, tree, device), tree.nodes_BT[-1].to(device)
     if (head := _plain_head(policy)) is None:

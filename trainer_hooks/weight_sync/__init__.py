@@ -1,6 +1,7 @@
 """Pushing a trainer's weights into engines: reading them from any trainer, and the push itself.
 
-Used by users' training loops, the training job, `trainer_hooks.phase` and TRLRollouts.
+Used by users' training loops, `trainer_hooks.phase`, `trainer_hooks.trl_rollouts` and
+`trainer_hooks.train`.
 """
 
 from trainer_hooks.weight_sync.sources import full_tensors, join_push, merged_tensors, weights_of

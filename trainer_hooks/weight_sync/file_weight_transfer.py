@@ -1,7 +1,7 @@
 """FileWeightTransfer: sends a trainer's weights to a server through files and HTTP calls.
 
-Users pass it to TRL's asynchronous trainers as their `weight_transfer`. It writes directories of
-safetensors, which the server commits to its engines, and removes them.
+Users pass it to TRL's asynchronous trainers as their `weight_transfer`. A FileWeightTransfer writes
+directories of safetensors, which the server reads, and removes them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,15 @@ class FileWeightTransfer:
         trainer = AsyncGRPOTrainer(..., weight_transfer=FileWeightTransfer("http://127.0.0.1:8000"))
 
     Each update is a directory of safetensors, which the server reads and this object then removes.
-    Between `pause` and `resume` the engines freeze their requests, and continue them under the new
-    weights. Not thread-safe. All methods raise WeightUpdateError with the server's reason.
+    Engines freeze their requests at `pause`, and continue them at `resume` under the new weights.
+    The object is not thread-safe. All methods raise WeightUpdateError with the server's reason.
+    `directory`: folder for updates, below one of the server's checkpoint_roots, on a file system
+    that trainer and server share. None means shared memory, or the system's folder for temporary
+    files if there is none.
+    `admin_key`: the server's key.
+    `max_shard_bytes`: limit on a file. A larger tensor gets a file of its own.
+    `start_timeout_s`: seconds that `init_weight_transfer` polls.
+    `timeout_s`: seconds to wait for each reply.
     """
 
     def __init__(
@@ -44,13 +51,6 @@ class FileWeightTransfer:
         start_timeout_s: float = 600.0,
         timeout_s: float = 1800.0,
     ) -> None:
-        """directory: folder for updates, below one of the server's checkpoint_roots, on a file
-        system that both see. None takes shared memory, or the system's folder for temporary files.
-        admin_key: the server's key.
-        max_shard_bytes: limit on a file; a larger tensor gets a file of its own.
-        start_timeout_s: seconds that `init_weight_transfer` waits for the server.
-        timeout_s: seconds to wait for each reply.
-        """
         self._parent = None if directory is None else Path(directory).absolute()
         self._url, self._admin_key = url.rstrip("/"), admin_key
         self._max_shard_bytes = max_shard_bytes
@@ -60,7 +60,7 @@ class FileWeightTransfer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def init_weight_transfer(self) -> None:
-        """Wait until the server is ready."""
+        """Poll until the server is ready or a poll fails after `start_timeout_s`."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             try:
@@ -77,7 +77,7 @@ class FileWeightTransfer:
         self._is_paused = True
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Write all tensors and return when all engines have committed them.
+        """Write all tensors, and return when all engines have committed them.
 
         Gathering sharded tensors is a collective. A server that reports an error keeps its weights.
         """
@@ -104,9 +104,6 @@ class FileWeightTransfer:
             self.resume()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
-        """Make an HTTP call. Raises WeightUpdateError with the server's reason, or why it did not
-        reply.
-        """
         headers = {"Content-Type": "application/json"}
         if self._admin_key is not None:
             headers["Authorization"] = f"Bearer {self._admin_key}"
@@ -125,7 +122,6 @@ class FileWeightTransfer:
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of an error's body, or the start of the body if it has none."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

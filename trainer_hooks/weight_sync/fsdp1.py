@@ -1,6 +1,6 @@
 """Reads the weights of a model under FSDP1 (FullyShardedDataParallel), one unit at a time.
 
-Used by `trainer_hooks.weight_sync.sources`. It gathers units, and changes no weight.
+Used by `trainer_hooks.weight_sync.sources`. Reading gathers units and changes no weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 def has_units(module: nn.Module) -> bool:
-    """Return whether a part of `module` is wrapped by FullyShardedDataParallel."""
+    """Return whether `module` or a part of it is wrapped by FullyShardedDataParallel."""
     return any(map(_is_unit, module.modules()))
 
 
@@ -35,10 +35,9 @@ def unit_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of `module` that belong to no FSDP unit inside it; tied tensors once."""
     if _is_unit(module):
         return
-    found: set[int] = set()
+    found: set[int] = set()  # tied tensors come once
     for path, part in _parts_outside_units(module, prefix):
         persistent = {n: b for n, b in part._buffers.items() if n not in _transient(part)}
         for name, tensor in (*part._parameters.items(), *persistent.items()):
@@ -48,10 +47,7 @@ def _tensors_outside_units(module: nn.Module, prefix: str) -> Iterator[tuple[str
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy if it is on the host.
-
-    FSDP1 frees the tensor afterwards, which fails while a NumPy array shares its memory.
-    """
+    # FSDP1 frees the tensor afterwards, which fails while a NumPy array shares its memory.
     return tensor.clone() if tensor.device.type == "cpu" else tensor
 
 

@@ -3,8 +3,8 @@
 Used by `trainer_hooks.train.learner`, for trainer.strategy=fsdp2, and by users' sharded training
 loops. `shard` changes the policy in place.
 
-Every rank has a part of each parameter, of its gradient and of its optimizer state. A checkpoint
-has whole tensors, so any number of ranks can load it, also one process without FSDP2.
+Every rank has a part of each parameter, gradient and optimizer state. A checkpoint has whole
+tensors, so any number of ranks can load it, or one process without FSDP2.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from trainer_hooks.weight_sync import full_tensors, join_push
 
 
 def shard(policy: nn.Module) -> None:
-    """Shard `policy` in place among all ranks, layer by layer, by its `_no_split_modules`.
+    """Shard `policy` in place among all ranks, layer by layer. This is a collective.
 
-    A collective. Before it, each rank must have the same whole policy.
+    The policy's `_no_split_modules` names the layers. Before the call each rank must have the same
+    whole policy.
     """
     mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     layers = set(getattr(policy, "_no_split_modules", None) or ())
@@ -38,9 +39,10 @@ def shard(policy: nn.Module) -> None:
 
 
 def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
-    """Return an object for `save_checkpoint`: the policy, or the gathered tensors of a sharded one.
+    """Return `policy`, or a sharded policy with gathered tensors, for `save_checkpoint`.
 
-    A collective for a sharded policy. `is_kept`: whether this rank writes the checkpoint.
+    This is a collective for a sharded policy. `is_kept`: True on the rank that writes the
+    checkpoint.
     """
     if not any(map(is_sharded, policy.parameters())):
         saves: SavesPretrained = policy
@@ -55,7 +57,7 @@ def savable(policy: Any, *, is_kept: bool) -> SavesPretrained:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A sharded policy and its whole `tensors`, which only the rank that saves has."""
+    """A sharded policy and its whole tensors. `tensors` is empty on ranks that do not save."""
 
     policy: Any
     tensors: dict[str, Tensor]
@@ -65,7 +67,7 @@ class _Gathered:
 
 
 class WholeOptimizer:
-    """An optimizer whose state is whole in checkpoints, also if ranks hold parts of it.
+    """An optimizer whose state is whole in checkpoints, even if each rank holds only a part.
 
     Pass it to `save_checkpoint` and `load_checkpoint`.
     """
@@ -75,16 +77,15 @@ class WholeOptimizer:
 
     @property
     def kind(self) -> str:
-        """Name of the optimizer's class in checkpoints, sharded or not."""
+        """Name of the optimizer's class in checkpoints."""
         return type(self._optimizer).__name__
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
         return self._optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, gathered on each rank. A collective."""
+        """Return the whole state, gathered on each rank. This is a collective."""
         state = self._optimizer.state_dict()
         whole = {
             index: {name: _whole(value) for name, value in own.items()}
@@ -93,9 +94,9 @@ class WholeOptimizer:
         return {**state, "state": whole}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole `state_dict`, of which each rank keeps its part. A collective.
+        """Load this rank's part of a whole `state_dict`. This is a collective.
 
-        Raises ValueError if it belongs to other parameters.
+        Raises ValueError for the state of other parameters.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         parts = {
@@ -111,7 +112,6 @@ def _whole(value: Any) -> Any:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """Return this rank's part of a state tensor of the parameter's shape, else `value` itself."""
     is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
     if not isinstance(parameter, DTensor) or not is_whole:
         return value

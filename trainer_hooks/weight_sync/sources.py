@@ -1,11 +1,11 @@
-"""Reads the weights of any trainer as one stream: (Hugging Face name, whole tensor), one at a time.
+"""Reads the weights of any trainer as a stream of Hugging Face names and whole tensors.
 
 Used by `trainer_hooks.weight_sync.weight_sync` for pushes, by `trainer_hooks.weight_sync.fsdp2` for
-checkpoints, and by users' exports. It changes no weight.
+checkpoints, and by users' exports. Reading changes no weight.
 
-If ranks of a trainer hold parts of the weights, they read the stream together: each tensor is
-gathered by a collective of all ranks, in the same order. A rank needs memory for one whole tensor
-beside the model, or with FSDP1 for one unit.
+If each rank of a trainer holds a part of the weights, all ranks read the stream together. Each
+tensor is gathered by a collective, in the same order on all ranks. A rank needs memory for one
+whole tensor beside the model, or for one unit with FSDP1.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _PEFT_LAYER = ".base_layer."
 def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of `source` under its Hugging Face name, as a whole plain tensor.
 
-    `source`: a module, plain or wrapped by DDP, FSDP2, FSDP1, DeepSpeed (also ZeRO-3) or
-    torch.compile, with its persistent buffers and each tied weight once; a mapping; an iterator of
-    names and tensors, such as a Megatron bridge's export; or an adapter (see `weights_of`).
+    `source`: a module, a mapping, an adapter (see `weights_of`), or an iterator of names and
+    tensors, such as a Megatron bridge's export. A module may be plain or wrapped by DDP, FSDP2,
+    FSDP1, DeepSpeed (also ZeRO-3) or torch.compile. A module gives its persistent buffers too, and
+    each tied weight once.
 
-    If ranks hold parts, reading is a collective: all ranks read to the end, from sources of one
-    kind. A rank without an engine calls `join_push(policy)` while another rank pushes. Gathered
-    tensors are copied here; a push avoids the copies. Raises WeightUpdateError naming a tensor that
+    If each rank holds a part, reading is a collective: all ranks read to the end, from sources of
+    one kind. A rank without an engine calls `join_push(policy)` while another rank pushes. Gathered
+    tensors are copied, unlike in a push. Raises WeightUpdateError, naming the tensor, if a tensor
     cannot be read.
     """
     return map(_kept_pair, streamed(weights_of(source)))
@@ -47,8 +48,8 @@ def full_tensors(source: NamedTensors) -> Iterator[tuple[str, Tensor]]:
 def join_push(source: NamedTensors) -> None:
     """Take part in the gathering of a push by another rank, and keep nothing.
 
-    The other rank's source must be of the same kind. Raises WeightUpdateError naming a tensor that
-    cannot be read.
+    The other rank's source must be of the same kind. Raises WeightUpdateError, naming the tensor,
+    if a tensor cannot be read.
     """
     deque(streamed(weights_of(source)), maxlen=0)
 
@@ -58,10 +59,10 @@ def merged_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all weights of a PEFT model with its adapter merged: base + scale * (B @ A), cast once.
 
-    The sum is float32. `adapter_name` None means the active adapter. The model is not changed. Use
-    it for engines that do not serve the model's base, which cannot apply the adapter alone.
-    Collectives are as for `full_tensors`. Raises WeightUpdateError naming a part of the adapter
-    that B @ A cannot express.
+    Use this for engines that do not serve the model's base and so cannot apply the adapter alone.
+    The sum is computed in float32. The model is not changed. Collectives are as for `full_tensors`.
+    `adapter_name`: None means the active adapter.
+    Raises WeightUpdateError, naming a part of the adapter that B @ A cannot express.
     """
     adapter = _gathered_adapter(model, adapter_name)
     pairs = replace(adapter, tensors=gathered(adapter.tensors)).pairs()
@@ -78,10 +79,10 @@ def merged_tensors(
 
 
 def weights_of(source: NamedTensors) -> NamedTensors:
-    """Return the tensors that a push of `source` gives to an LLM: detached, under plain names.
+    """Return the tensors that a push of `source` gives to an LLM, detached, under plain names.
 
-    Tensors that this process holds whole are live, not copied. Sharded tensors, and tensors of an
-    iterator, become a WeightStream. A PEFT model gives its active adapter, gathered.
+    Tensors that this process holds whole share the trainer's memory. Sharded tensors, and tensors
+    of an iterator, become a WeightStream. A PEFT model gives its active adapter, gathered.
     """
     if isinstance(source, nn.Module):
         if _peft_model(source) is not None:
@@ -102,7 +103,6 @@ def weights_of(source: NamedTensors) -> NamedTensors:
 def _weights_in(
     module: nn.Module, is_wanted: Callable[[str], bool] = lambda name: True
 ) -> NamedTensors:
-    """Return the module's weights with wanted names: live, or as a stream that gathers them."""
     if has_units(module):
         pairs = ((name, tensor) for name, tensor in unit_tensors(module) if is_wanted(name))
         return streamed(pairs)
@@ -120,8 +120,7 @@ def _live_or_gathered(weights: Iterable[tuple[str, Any]]) -> NamedTensors:
 
 
 def _detached_pair(pair: tuple[str, Any]) -> tuple[str, Any]:
-    """Detach a tensor. Other values are returned as they are, and refused where they are read."""
-    name, tensor = pair
+    name, tensor = pair  # a value that is no tensor is refused where it is read
     return name, tensor.detach() if isinstance(tensor, Tensor) else tensor
 
 
@@ -130,7 +129,6 @@ def _kept_pair(pair: tuple[str, Tensor]) -> tuple[str, Tensor]:
 
 
 def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter:
-    """Return the adapter of a PEFT model, wrapped or not; live if this process holds it whole."""
     parts = _weights_in(model, lambda name: _LORA in name)
     lasting = by_name(parts)
     peft_model = _peft_model(model)
@@ -138,5 +136,5 @@ def _gathered_adapter(model: nn.Module, adapter_name: str | None) -> LoraAdapter
 
 
 def _peft_model(module: nn.Module) -> nn.Module | None:
-    """Return `module`, or the model inside it that has PEFT adapters; None without adapters."""
+    """Return `module`, or the model inside it that has PEFT adapters, or None without adapters."""
     return next((part for part in module.modules() if getattr(part, "peft_config", None)), None)

@@ -1,7 +1,8 @@
 """TrainerRanks: the data-parallel ranks of a trainer. Rank 0 has the rollouts and leads.
 
-Used by `trainer_hooks.update` and by the training job (`trainer_hooks.train`). All ranks compute an
-update on the same batch, each its own forward passes. Rank 0 broadcasts what to do next.
+Used by `learner`, `main` and `run_files` of `trainer_hooks.train`, and by `guarded_step`,
+`micro_batches` and `reference` of `trainer_hooks.update`. All ranks get the same batch, and each
+computes some of its forward passes. Rank 0 broadcasts what to do next.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import torch.distributed as dist
 from rollout.backends.group_bytes import all_gather_bytes, broadcast_bytes
 from rollout.errors import ConfigError
 
-# Timeout of a broadcast by rank 0, which may itself wait for rollouts.
+# Timeout of a broadcast by rank 0, which can itself wait for rollouts.
 _FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRanks:
-    """This rank, one of `size`. `message_group`: process group for the messages of rank 0.
+    """This process's rank among the `size` ranks of a trainer, and their collectives.
 
-    All other collectives use the default group of torch.distributed.
+    `message_group`: process group for the messages of rank 0. Other collectives use the default
+    group of torch.distributed.
     """
 
     rank: int = 0
@@ -36,10 +38,10 @@ class TrainerRanks:
     message_group: Any = None
 
     def broadcast(self, message: Any) -> None:
-        """Send `message` and the state of torch's generator from rank 0 to all others.
+        """Send `message` and the state of torch's generator from rank 0 to all other ranks.
 
-        Does nothing on other ranks. All ranks then act on the message together. `message`: tensors,
-        numbers, text, tuples, lists and dicts, which run no code when read.
+        Has no effect on other ranks. `message`: tensors, numbers, text, tuples, lists and dicts,
+        which run no code when read.
         """
         if self.size > 1 and self.rank == 0:
             broadcast_bytes(self.message_group, _encoded((message, torch.get_rng_state())))
@@ -54,13 +56,13 @@ class TrainerRanks:
         return message
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, own: list[Any]) -> list[Any]:
-        """Return the lists of all ranks, concatenated. Elements are such as `broadcast` takes."""
+        """Return the lists of all ranks, concatenated. Elements are as for `broadcast`."""
         if self.size == 1:
             return own
         parts = all_gather_bytes(None, _encoded(own))
@@ -77,12 +79,11 @@ def _encoded(value: Any) -> bytes:
 
 
 def _decoded(content: bytes) -> Any:
-    """Return the decoded value. Raises pickle.UnpicklingError for anything but plain data."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def torchrun_place() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks by torchrun; (0, 1) without torchrun."""
+    """Return this process's rank and number of ranks by torchrun, or (0, 1) without torchrun."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

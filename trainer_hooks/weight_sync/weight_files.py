@@ -1,6 +1,6 @@
 """WeightFiles: writes a trainer's weights as a directory of safetensors for another process.
 
-Used by FileWeightTransfer and by `rollout_verl.adapter`.
+Used by `trainer_hooks.weight_sync.file_weight_transfer` and `rollout_verl.adapter`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightFiles:
-    """Writes tensors in order to files of at most `max_file_bytes`. A larger tensor is one file.
+    """Writes tensors in order to files of at most `max_file_bytes`.
 
-    A context manager: after a block without an error it writes the index of the files, and last the
-    file STABLE. Methods raise WeightUpdateError for tensors that cannot be read and files that
-    cannot be written.
+    A larger tensor gets its own file. This is a context manager. At the end of a block without an
+    error it writes the index of the files, then the file STABLE. Methods raise WeightUpdateError
+    for tensors that cannot be read and files that cannot be written.
     """
 
     def __init__(self, directory: Path, max_file_bytes: int) -> None:
@@ -60,8 +60,8 @@ class WeightFiles:
 def weight_directory(parent: Path | None = None) -> Iterator[Path]:
     """Yield a new directory, which is removed at the end of the block.
 
-    `parent`: folder of the directory; None takes shared memory, or the system's temporary folder.
-    Raises WeightUpdateError if the directory cannot be created.
+    `parent`: folder of the directory. None means shared memory, or the system's temporary folder if
+    there is none. Raises WeightUpdateError if the directory cannot be created.
     """
     if parent is None:
         parent = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())

@@ -1,7 +1,7 @@
 """WeightSync: pushes a trainer's weights into the engines of an LLM.
 
-Used by users' training loops, the training job and TRLRollouts after each update. The LLM's engines
-commit the weights.
+Used by users' training loops, `trainer_hooks.train`, `trainer_hooks.phase` and
+`trainer_hooks.trl_rollouts`, after each update. A push changes the weights of the LLM's engines.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UpdatesWeights(Protocol):
     def update_weights(
         self, named_tensors: NamedTensors, version: int | None = None, in_flight: bool = False
     ) -> Any:
-        """Verify all tensors, then commit them under `version`; returns a WeightUpdateReport."""
+        """Verify all tensors, then commit them as `version`. Returns a WeightUpdateReport."""
         ...
 
 
@@ -37,10 +37,11 @@ class WeightSync:
         sync = WeightSync(llm)
         sync.push(policy)  # await sync.apush(policy) for AsyncLLM and ThreadedLLM
 
-    An engine in this process copies the trainer's live tensors in place. Engine processes (of
-    AsyncLLM or LLM(use_coordinator=True)) get the tensors by the LLM's `weight_transport`, by
-    default shared memory; subclasses choose another transport. `in_flight`: True commits between
-    two steps while requests run. Otherwise the engines must be paused or suspended.
+    An engine in this process copies the trainer's tensors in place. Engine processes (of AsyncLLM
+    or LLM(use_coordinator=True)) get the tensors by the LLM's `weight_transport`, which is shared
+    memory by default. Subclasses choose another transport.
+    `in_flight`: True commits between two steps while requests run. Otherwise the engines must be
+    paused or suspended.
     """
 
     # Seconds before each further attempt of a push that failed because an engine disconnected. A
@@ -54,18 +55,18 @@ class WeightSync:
     def push(
         self, named_parameters: NamedParameters, version: int | None = None
     ) -> WeightUpdateReport:
-        """Commit the weights under `version`. None takes the next version.
+        """Commit the weights under `version`. None means the next version.
 
-        `named_parameters`: any source of `full_tensors`: a module (such as a transformers model),
-        wrapped or not, whose persistent buffers are part of the update; its `named_parameters()`; a
-        mapping of names to tensors; an iterator of pairs. A PEFT model or a LoraAdapter gives its
-        adapter, which the engines merge into their own base. Tensors are only read, and not kept.
-        If ranks hold parts (FSDP, ZeRO-3), the parts are gathered one after the other, so all ranks
-        push at the same time; a rank without an engine calls `join_push`.
+        `named_parameters`: any source of `full_tensors`, such as a module (wrapped or not) or its
+        `named_parameters()`. A module also gives its persistent buffers. A PEFT model or a
+        LoraAdapter gives its adapter, which the engines merge into their own base. Tensors are only
+        read, and not kept.
+        If each rank holds a part (FSDP, ZeRO-3), the parts are gathered one after the other, so all
+        ranks push at the same time. A rank without an engine calls `join_push`.
 
         Raises WeightUpdateError, with weights and version unchanged, if a tensor is missing, extra,
-        misshapen or not finite, or if `version` is not above the current one. The source is then
-        read to its end, so that no other rank is left waiting in a collective. A push that failed
+        misshapen or not finite, or if `version` is not above the current one. After an error the
+        source is read to its end, so that no other rank waits in a collective. A push that failed
         because an engine disconnected is repeated with the remaining engines, after
         `retry_pauses_s`, unless its tensors can be read only once. Raises ConfigError for an
         asynchronous LLM, before anything is sent.
@@ -118,10 +119,9 @@ InProcessWeightSync = WeightSync  # the same class, named for an engine in this 
 
 
 class _TransportWeightSync(WeightSync):
-    """Pushes by one transport to engine processes, whatever their LLM was started with."""
+    """Pushes to engine processes by one transport, which replaces the LLM's own."""
 
     def __init__(self, llm: UpdatesWeights, transport: str, in_flight: bool) -> None:
-        """Raises ConfigError if the engine is in this process."""
         super().__init__(llm, in_flight)
         use_transport = getattr(llm, "use_weight_transport", None)
         if use_transport is None:
@@ -137,48 +137,46 @@ class SharedMemoryWeightSync(_TransportWeightSync):
     """Pushes weights through shared memory to engine processes of this machine.
 
     The tensors are copied once, and all engines read that copy. The last committed copy is kept for
-    engines that connect later.
+    engines that connect later. Raises ConfigError if the engine is in this process.
     """
 
     def __init__(self, llm: UpdatesWeights, in_flight: bool = False) -> None:
-        """Raises ConfigError if the engine is in this process."""
         super().__init__(llm, "shared", in_flight)
 
 
 class CollectiveWeightSync(_TransportWeightSync):
     """Pushes weights by broadcasts to engines on any host, in a group of torch.distributed.
 
-    `host`: address of this machine that the engines can reach; None takes the address by which they
-    reach the coordinator. Nothing is kept: an engine that connects later waits for the next push.
-    The network must be private.
+    `host`: address of this machine that the engines can reach. None means the address by which they
+    reach the coordinator.
+    Nothing is kept, so an engine that connects later waits for the next push. The network must be
+    private. Raises ConfigError if the engine is in this process, or if this machine cannot listen
+    at `host`.
     """
 
     def __init__(
         self, llm: UpdatesWeights, in_flight: bool = False, *, host: str | None = None
     ) -> None:
-        """Raises ConfigError if the engine is in this process, or nothing can listen at `host`."""
         super().__init__(llm, "collective" if host is None else f"collective:{host}", in_flight)
 
 
 class CheckpointWeightSync(_TransportWeightSync):
     """Pushes weights as checkpoints in `directory`, which the engines see under the same path.
 
-    The last committed checkpoint is kept for engines that connect later, until the LLM ends.
+    The last committed checkpoint is kept for engines that connect later, until the LLM ends. Raises
+    ConfigError if the engine is in this process, or if `directory` cannot be created.
     """
 
     def __init__(self, llm: UpdatesWeights, directory: str | Path, in_flight: bool = False) -> None:
-        """Raises ConfigError if the engine is in this process, or `directory` cannot be created."""
         super().__init__(llm, f"directory:{directory}", in_flight)
 
 
 def _drain(tensors: NamedTensors) -> None:
-    """Read the rest of a stream: the trainer's other ranks gather it together with this one."""
-    if isinstance(tensors, WeightStream):
+    if isinstance(tensors, WeightStream):  # the trainer's other ranks gather its rest, too
         tensors.drain()
 
 
 def _pause_s(error: WeightUpdateError, tensors: NamedTensors, pauses: Iterator[float]) -> float:
-    """Return the pause before the next attempt. Raises the error if another attempt cannot help."""
     pause_s = next(pauses, None)
     if not error.is_transient or pause_s is None:
         raise error

@@ -1,6 +1,6 @@
 """Reads weights that DeepSpeed has partitioned (ZeRO stage 3), one parameter at a time.
 
-Used by `trainer_hooks.weight_sync.sources`. It changes no weight.
+Used by `trainer_hooks.weight_sync.sources`. Reading changes no weight.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ def is_partitioned(tensor: Tensor) -> bool:
 
 
 def gathered_partitions(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors in the order of names. DeepSpeed frees each one before the next.
+    """Yield whole tensors in the order of names. DeepSpeed frees each tensor before the next.
 
-    Gathering is a collective of all ranks. Tensors that are not partitioned are yielded as they
-    are.
+    Gathering is a collective of all ranks. Tensors that are not partitioned are yielded unchanged.
     """
     import deepspeed
 

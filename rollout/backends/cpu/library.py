@@ -3,8 +3,8 @@
 `rollout.backends.cpu.backend` and benchmarks call `load_library`, which logs the library and why it
 was chosen. `scripts.build_wheel` calls `build_bundled`. A wheel has a library for each of
 `TARGETS`. If no library fits the processor, the system's compiler builds one at first use, which is
-kept in the user's cache directory. The kernels are plain C and use nothing of Python or torch. A
-wheel's libraries take OpenMP from torch.
+kept in the user's cache directory. The kernels are plain C and use no API of Python or torch. A
+wheel's libraries use torch's OpenMP.
 """
 
 from __future__ import annotations
@@ -251,8 +251,7 @@ def _compile(command: list[str], folder: Path, path: Path) -> None:
 
 
 def _run_limited(command: list[str]) -> None:
-    """Run the compiler within both limits of time. Raises CompileError with the compiler's
-    output."""
+    """Run the compiler with limits on CPU and wall-clock time. Raises CompileError."""
     # The shell sets the limit, and all processes of the compiler inherit it. preexec_fn is unsafe
     # in a process that has threads.
     limit = f'ulimit -c 0; ulimit -S -t {_COMPILE_CPU_S}; exec "$@"'

@@ -129,8 +129,8 @@ class NativeOps(CpuOps):
         experts: Iterable[ExpertWeights] = (),
         fused: FusedDecoder | None = None,
     ) -> None:
-        """Give each handle the products of the rule. Log these products and the products of
-        experts."""
+        """Choose each linear layer's matmul kernels by the rule. Log them and the experts'
+        kernels."""
         for weights in filter(can_run, experts):
             names = [self._experts_by(weights, num_tokens) for num_tokens in BUCKETS]
             self._explain(weights.down_NEF, " experts", names)

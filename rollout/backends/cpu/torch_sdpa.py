@@ -1,13 +1,13 @@
-"""TorchSdpaAttention: attention on a CPU without compiled kernels, one call of torch per row.
+"""TorchSdpaAttention: attention on a CPU by torch, row by row, without compiled kernels.
 
 Used by `rollout.backends.cpu.backend`. NativePagedAttention of `rollout.backends.cpu.attention`
 inherits the cache layout, and uses this class for dtypes and head dims that the kernels do not
 support. Writes only the KV cache.
 
-The cache is [block, offset, K or V, KV head, D]. A token has two contiguous runs of G * D numbers,
-or one run if the cache holds K alone. There can be gaps between blocks. Nothing is padded. A
-context in one block is read in place, and any other context is gathered. Shape letters: T tokens, Q
-tokens of one row, C context, H query heads, G key/value heads, E query heads per KV head, D head
+The cache is [block, offset, K or V, KV head, D]. A token's K and V are each G * D contiguous
+numbers. If V is a part of K (MLA), only K is stored. There can be gaps between blocks. Nothing is
+padded. A context in one block is read in place, and any other is gathered. Shape letters: T tokens,
+Q tokens of one row, C context, H query heads, G key/value heads, E query heads per KV head, D head
 dim.
 """
 

@@ -28,8 +28,8 @@ def sample_processed(
     inputs: LogitsInputs[Tensor],
     history_QP: Tensor,
 ) -> SampleResult[Tensor]:
-    """Draw K samples again from their processed logits. Return `plain` with the new results of
-    these samples.
+    """Draw the samples of `inputs` again, from processed logits. Return `plain` with their new
+    results.
 
     `plain` is the result of `ops.sample(logits, sampling)`, which all other samples keep. In the
     modes raw and temperature, and at temperature 0, log-probs are of the logits before processing.

@@ -189,8 +189,8 @@ class EngineSession:
     last_chance_id: id of a request that fails if this engine fails. An engine has at most one.
     expected: state and weights version that the RegisterAck named.
     num_awaited: number of commands that wait for the engine's answer.
-    acknowledged: attempts whose replies have arrived, until `take_queued`.
-    aborted: attempts to abort, until `take_queued`."""
+    acknowledged: queue of attempts whose replies have arrived.
+    aborted: queue of attempts to abort."""
 
     engine_id: bytes
     identity: bytes
@@ -233,7 +233,7 @@ class EngineSession:
             self.weights_version = status.weights_version
 
     def begin_work(self, now: float) -> None:
-        """Make the engine ready. The time without a step counts from `now`."""
+        """Make the engine ready. Restart the progress deadline at `now`."""
         self.is_ready, self.progress_at = True, now
 
     def end_work(self) -> None:
@@ -244,11 +244,11 @@ class EngineSession:
         self.weights_version = version
 
     def begin_command(self) -> None:
-        """Count a command that can keep the engine from stepping until `end_command`."""
+        """Count a command that may stop the engine's steps until `end_command`."""
         self.num_awaited += 1
 
     def end_command(self, now: float) -> None:
-        """Undo `begin_command` after the engine's answer. The time without a step counts from
+        """Undo `begin_command` after the engine's answer. Restart the progress deadline at
         `now`."""
         self.num_awaited -= 1
         self.progress_at = now
@@ -386,7 +386,7 @@ def _absent_columns(run: TokenRun) -> tuple[bool, bool, bool]:
 
 
 def num_bytes_of(run: TokenRun) -> int:
-    """Return the number of bytes in the arrays of `run`."""
+    """Estimate the bytes in the arrays of `run`."""
     per_token = 20 + 4 * (run.log_probs is not None) + 4 * (run.ranks is not None)
     return per_token * len(run) + (0 if run.top_n is None else 8 * len(run.top_n.token_ids))
 
@@ -425,7 +425,7 @@ class Request:
         it.
     abort_error: error of the abort; None unless the request is being aborted. The reply has this
         error if the engine sends no reply.
-    is_overdue: whether the deadline has passed. A failed reply then has `abort_error` as its
+    is_overdue: whether the deadline has passed. `abort_error` then replaces a failed reply's
         error."""
 
     server_id: int

@@ -42,8 +42,8 @@ def build_model(
     A Hugging Face directory is loaded. A transformers model is copied. A ModelSpec gets random
     weights from `seed`. A CausalLM that already has the dtype and device is returned itself, any
     other CausalLM is copied. `dtype` "auto" means the dtype of the spec, of the directory's config,
-    or of the module's first parameter. If the config has no dtype, the dtype of its embeddings is
-    used. Sharded parameters are gathered in the order of their names, a collective of all ranks.
+    or of the module's first parameter. If the config has no dtype, the directory's embeddings set
+    it. Sharded parameters are gathered in the order of their names, a collective of all ranks.
     Raises ModelError for any other source, and for weights that do not fit their config.
     """
     model, fill = open_model(source, dtype=dtype, device=device, seed=seed)

@@ -1,7 +1,8 @@
-"""Checks of the tensors that a trainer announces, against the tensors that the model has.
+"""Checks tensors that a trainer announces against the model: their names, dtypes and shapes.
 
-Used by `rollout.serve.control.weight_transfer` before it receives broadcasts, and by
-`rollout.serve.control.process_group` (TensorMetadata). Reads a model's config.json; keeps no state.
+Used by `rollout.serve.control.weight_transfer` before it receives broadcasts.
+`rollout.serve.control.process_group` uses TensorMetadata. `ModelTensors.of_directory` reads
+config.json.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rollout.models.checkpoints.reader import read_config
 from rollout.models.spec import ModelSpec
 from rollout.models.weights import WeightTable
 
-# dtypes by torch's names, which both protocols send.
+# The keys are the dtype names of torch, which both protocols send.
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -30,7 +31,7 @@ _DTYPES = {
 }
 _WIDEST_ITEM_BYTES = max(dtype.itemsize for dtype in _DTYPES.values())
 _MAX_RANK = 8
-_MAX_BYTES = 2**48  # of one tensor; a larger size is a mistake or an attack
+_MAX_BYTES = 2**48  # per tensor; a larger size is a mistake or an attack
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class TensorMetadata:
 def tensor_metadata(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[TensorMetadata]:
-    """Return the metadata of tensors from equally long lists of names, dtypes and shapes. Raises
-    WeightUpdateError for empty or unequal lists, and for a dtype or shape that is not valid."""
+    """Return the metadata of the tensors whose names, dtypes and shapes are given. Raises
+    WeightUpdateError for empty or unequally long lists, and for an invalid dtype or shape."""
     if not len(names) == len(dtypes) == len(shapes):
         raise WeightUpdateError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes were announced; "
@@ -78,10 +79,11 @@ def tensor_metadata(
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The tensors of a model, without values.
+    """Names and shapes of a model's tensors, without values.
 
-    table: names and slots of the model's weights. shapes: shape of each tensor by every name under
-    which it may be sent. dtype: dtype in the model's config.
+    table: names and slots of the model's weights.
+    shapes: shape of each tensor, by every name under which a trainer can send it.
+    dtype: dtype in the model's config.
     """
 
     table: WeightTable
@@ -90,7 +92,8 @@ class ModelTensors:
 
     @classmethod
     def of_directory(cls, directory: str | Path) -> ModelTensors:
-        """Return the tensors of the model in `directory`. Raises ModelError for a bad config."""
+        """Read the tensors' names and shapes from the config.json in `directory`. Raises ModelError
+        if the config is bad."""
         spec = ModelSpec.from_hf_config(read_config(Path(directory)))
         table = CausalLM(spec, torch.device("meta")).weight_table()
         shapes = {name: tuple(shape) for name, shape in table.shapes().items()}
@@ -98,12 +101,13 @@ class ModelTensors:
 
     @property
     def max_bytes(self) -> int:
-        """Largest size of an update in bytes: all tensors in the widest dtype that may be sent."""
+        """Return the largest size of an update in bytes. It assumes the widest dtype for all
+        tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _WIDEST_ITEM_BYTES
 
     def check(self, tensor: TensorMetadata) -> None:
-        """Raise WeightUpdateError if the model has no tensor of this name and shape. Accepts names
-        that an update ignores, see `WeightTable.is_passed_over`."""
+        """Raise WeightUpdateError if the model has no tensor of this name and shape. Names that an
+        update ignores are accepted (`WeightTable.is_passed_over`)."""
         if self.table.is_passed_over(tensor.name):
             return
         shape = self.shapes.get(tensor.name)
@@ -114,5 +118,6 @@ class ModelTensors:
             )
         if shape != tensor.shape:
             raise WeightUpdateError(
-                f"{tensor.name!r} has shape {list(tensor.shape)}, but the model's is {list(shape)}"
+                f"{tensor.name!r} has shape {list(tensor.shape)}, but the model's tensor has shape "
+                f"{list(shape)}; send the model's shape"
             )

@@ -1,7 +1,7 @@
-"""CheckpointRoots: the directories from which a server may load weights.
+"""CheckpointRoots: the directories from which clients can load checkpoints.
 
-Made by `rollout.serve.control.state`, and used by `rollout.serve.control.weight_transfer` for
-updates that name a directory. It reads files and changes none.
+`rollout.serve.control.state` makes it. `rollout.serve.control.weight_transfer` uses it for updates
+that name a directory. It only reads files.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from rollout.models.checkpoints.reader import Checkpoint
 
 
 class CheckpointRoots:
-    """Opens checkpoints below given directories. Symbolic links are resolved before the check."""
+    """Opens checkpoints below the allowed directories. Symbolic links are resolved before the
+    check."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = [Path(root).resolve() for root in roots]
 
     def open(self, directory: str) -> Checkpoint:
-        """Open the checkpoint in a Hugging Face directory: one *.safetensors file or shards.
-
-        Raises WeightUpdateError if the directory or a shard is not below a root, or if there is no
-        checkpoint.
-        """
+        """Open the checkpoint in a Hugging Face directory: one *.safetensors file or shards. Raises
+        WeightUpdateError if the directory or a shard is not below a root, or if no checkpoint can
+        be read."""
         self._check(Path(directory))
         try:
             checkpoint = Checkpoint.open(Path(directory).resolve())

@@ -1,8 +1,8 @@
 """Handlers and bodies that the control routes of vLLM and SGLang share.
 
-Used by `rollout.serve.vllm.control` and `rollout.serve.sglang.control`, which add the paths, and by
-`rollout.serve.app` (info_routes). A reply has the keys of both protocols; clients ignore unknown
-keys. Handlers call WeightTransfer and LiveRequests.
+`rollout.serve.vllm.control` and `rollout.serve.sglang.control` register the handlers, and
+`rollout.serve.app` registers `info_routes`. The handlers update weights through WeightTransfer and
+abort requests through LiveRequests. A reply has the keys of both protocols.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rollout.serve.state import STATE, Route, get_route
 
 
 class VersionBody(Fields, kw_only=True):
-    """POST /update_weight_version.
+    """Body of POST /update_weight_version.
 
-    new_version: label of the version. abort_all_requests: SGLang's field, whether to abort all
-    requests first.
+    new_version: label of the version that begins.
+    abort_all_requests: SGLang's field, whether all requests are aborted first.
     """
 
     new_version: str
@@ -32,7 +32,8 @@ class VersionBody(Fields, kw_only=True):
 
 
 class FinishBody(Fields, kw_only=True):
-    """End of an update. weight_version: label of the new version; None: its number."""
+    """Body of a request that ends an update. weight_version is the new version's label, by default
+    the version's number."""
 
     weight_version: str | None = None
 
@@ -42,12 +43,13 @@ class InfoQuery(Fields, kw_only=True):
 
 
 def info_routes() -> list[Route]:
-    """Return the routes that both protocols have."""
+    """Return the routes that vLLM and SGLang both have."""
     return [get_route("/server_info", server_info, "Server config", query=InfoQuery)]
 
 
 def success(message: str, **fields: Any) -> web.Response:
-    """Return the reply of an operation that succeeded. vLLM's clients read only the status 200."""
+    """Return the reply of an operation that succeeded."""
+    # vLLM's clients read only the status 200.
     return json_response({"success": True, "message": message, **fields})
 
 
@@ -55,19 +57,18 @@ def success(message: str, **fields: Any) -> web.Response:
 
 
 async def begin_update(request: web.Request, body: Any) -> web.Response:
-    """Open a round of tensors."""
     request.app[CONTROL].transfer.begin()
     return success("an update has begun")
 
 
 async def finish_update(request: web.Request, body: FinishBody) -> web.Response:
-    """End the open round: the engines load its tensors."""
+    """Let the engines load the tensors of the open update, and answer with the new version."""
     report = await request.app[CONTROL].transfer.finish(body.weight_version)
     return success(f"weights version {report.version} is served")
 
 
 async def update_weight_version(request: web.Request, body: VersionBody) -> web.Response:
-    """Begin a weights version, with its label, without new weights."""
+    """Begin a weights version with a label, but without new weights."""
     if body.abort_all_requests:
         request.app[STATE].live.abort()
     await request.app[CONTROL].transfer.relabel(body.new_version)
@@ -75,16 +76,14 @@ async def update_weight_version(request: web.Request, body: VersionBody) -> web.
 
 
 async def weight_version(request: web.Request, body: Any) -> web.Response:
-    """Answer with the label of the served weights."""
     return json_response({"weight_version": request.app[CONTROL].transfer.label})
 
 
 def require_backend(name: str, served: Sequence[str]) -> None:
-    """Raise ApiError unless `name`, a backend of torch.distributed, is one of `served`. The status
-    is 400, so that clients do not try again."""
+    """Raise ApiError (400) unless `name`, a torch.distributed backend, is one of `served`."""
     if name not in served:
         raise ApiError(
-            400,
+            400,  # clients do not try again
             f"backend={name!r} is not served here; make the group with backend='gloo', or update "
             "from a directory",
             param="backend",
@@ -92,7 +91,8 @@ def require_backend(name: str, served: Sequence[str]) -> None:
 
 
 def port_of(port: int | str) -> int:
-    """Return a port, which clients may send as text, as a number. Raises ApiError for others."""
+    """Return the number of a port, which clients can send as text. Raises ApiError for an invalid
+    port."""
     text = str(port)
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 1 <= int(text) < 2**16):
         raise ApiError(
@@ -105,8 +105,8 @@ def port_of(port: int | str) -> int:
 
 
 async def server_info(request: web.Request, body: Any) -> web.Response:
-    """Answer with the server's config under the keys of vLLM and of SGLang. All engines together
-    are reported as one rank."""
+    """Answer with the server's config under the keys of vLLM and SGLang. The reply describes all
+    engines together as one rank."""
     state, transfer = request.app[STATE], request.app[CONTROL].transfer
     backend = state.config.weight_transfer_backend
     vllm_config = {
@@ -134,7 +134,6 @@ async def server_info(request: web.Request, body: Any) -> web.Response:
 
 
 async def model_info(request: web.Request, body: Any) -> web.Response:
-    """Answer with SGLang's description of the model."""
     return json_response(_model(request))
 
 

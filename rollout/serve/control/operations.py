@@ -1,7 +1,7 @@
-"""Operations: control operations that run to their end even if their client disconnects.
+"""Operations: runs control operations to their end even if their client disconnects.
 
-Made by `rollout.serve.control.state`. Used by `rollout.serve.app` for routes of Access.ADMIN, and
-by `rollout.serve.control.weight_transfer` for commits.
+`rollout.serve.control.state` makes it. `rollout.serve.app` runs the requests of ADMIN routes in it,
+and `rollout.serve.control.weight_transfer` runs commits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _T = TypeVar("_T")
 
 
 class Operations:
-    """The running control operations of a server, each in a task of its own. A client that
-    disconnects cancels its handler, but not the operation's task."""
+    """The running control operations of a server, each in its own task."""
 
     def __init__(self) -> None:
+        # A client that disconnects cancels its handler, but not the operation's task.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run `work` in a task and return its result, or raise its error. If the caller is
-        cancelled, the operation continues and its error is logged."""
+        """Run `work` in a task and return its result or raise its error. If the caller is
+        cancelled, the task continues and its error is logged."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -35,7 +35,7 @@ class Operations:
             raise
 
     async def end(self, timeout_s: float) -> None:
-        """Wait for all operations. Cancel those that still run after `timeout_s` seconds."""
+        """Wait for all operations, at most `timeout_s` seconds. Then cancel the unfinished ones."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in self._tasks:

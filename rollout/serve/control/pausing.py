@@ -1,9 +1,8 @@
-"""Pausing: pauses, sleeps and memory of the engines of a server.
+"""Pausing: pauses and resumes a server's engines, and releases and restores their memory.
 
-Made by `rollout.serve.control.state`. Used by `rollout.serve.vllm.control`,
-`rollout.serve.sglang.control`, `rollout.serve.app`, `rollout.serve.health`,
-`rollout.serve.metrics`, and by WeightTransfer after an update. Nothing else in a server pauses,
-suspends or resumes engines.
+`rollout.serve.control.state` makes it. Used by `rollout.serve.vllm.control`,
+`rollout.serve.sglang.control`, `rollout.serve.app`, `rollout.serve.health`, `rollout.serve.metrics`
+and `rollout.serve.control.weight_transfer`. Nothing else in a server pauses or resumes the engines.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from rollout.serve.errors import ApiError
 from rollout.serve.live_requests import LiveRequests, RequestLimiter
 from rollout.serve.llm import ServedLLM
 
-_REASON = "pause"  # for which the limiter is closed
+_REASON = "pause"  # the limiter's `reason`
 
 
 class PauseMode(enum.Enum):
     """The effect of a pause on running requests.
 
-    KEEP: they stop, and later continue with their KV. RETRACT: they stop, and are prefilled again
-    later. ABORT: they are answered with their tokens so far. WAIT: the pause waits for their end.
+    KEEP: requests stop and later continue with their KV.
+    RETRACT: requests stop, lose their KV, and are prefilled again later.
+    ABORT: requests are answered with their tokens so far.
+    WAIT: requests run to their end before the engines stop.
     """
 
     KEEP = "keep"
@@ -37,14 +38,13 @@ class PauseMode(enum.Enum):
 
 
 class Pausing:
-    """Pauses, suspends and resumes the engines of a server.
+    """Pauses and resumes the engines of a server, and releases and restores their memory.
 
-    Engines run unless a pause is in force, memory is released, or the weights were discarded and
-    not replaced. Each method asks the engines for their state, since other programs may change it.
-    Methods that change the state run one at a time, and to their end, as `Operations`.
+    The engines run unless a pause is in force, memory is released, or discarded weights were not
+    replaced. Each method asks the engines for their state, because other programs can change it.
 
-    mode: mode of the pause in force; None without a pause. is_asleep: whether `sleep` was called in
-    that pause.
+    mode: mode of the pause in force, or None.
+    is_asleep: whether `sleep` was called in the pause in force.
     """
 
     def __init__(self, llm: ServedLLM, live: LiveRequests, limiter: RequestLimiter) -> None:
@@ -61,19 +61,19 @@ class Pausing:
     # ---- the state of the engines
 
     async def is_paused(self) -> bool:
-        """Return whether a pause is in force, or the engines do not run for another reason."""
+        """Return whether a pause is in force or the engines do not run for another reason."""
         return self.mode is not None or await self._state() is not EngineState.RUNNING
 
     async def is_sleeping(self) -> bool:
-        """Return whether memory is released, or a sleep that releases none is in force."""
+        """Return whether memory is released or a sleep is in force."""
         state = await self._state()
         return state is EngineState.SUSPENDED or (
             self.is_asleep and state is not EngineState.RUNNING
         )
 
     async def require_weights(self) -> None:
-        """Raise ApiError 503 if the weights were discarded and not replaced. Does nothing in a
-        pause, in which requests wait, or are refused by the limiter."""
+        """Raise ApiError (503) if discarded weights were not replaced. Does nothing during a
+        pause."""
         if self.mode is not None or self._discarded_at is None:
             return
         async with self._lock:
@@ -88,14 +88,14 @@ class Pausing:
     # ---- pause and resume
 
     async def pause(self, mode: PauseMode, *, refuses_new: bool = False) -> None:
-        """Begin a pause, or change the mode of the pause in force. refuses_new: whether new
-        requests are answered with 503 until it ends."""
+        """Begin a pause, or change the mode of the pause in force. With `refuses_new`, new requests
+        are answered with 503 until the pause ends."""
         async with self._begun_pause(mode, refuses_new) as is_in_force:
             if is_in_force:
                 await self._stop_for(mode)
 
     async def resume(self) -> None:
-        """End the pause. The engines run then, unless memory or weights are missing."""
+        """End the pause. The engines run again unless memory or weights are missing."""
         self._end_pause()
         async with self._lock:
             await self._run()
@@ -103,22 +103,23 @@ class Pausing:
     # ---- memory
 
     async def release(self, resources: Sequence[str]) -> None:
-        """Stop the engines and release memory. Their requests are prefilled again later."""
+        """Stop the engines and release memory. The engines' requests are prefilled again later."""
         _check_resources(resources)
         async with self._lock:
             await self._release(resources)
 
     async def restore(self, resources: Sequence[str]) -> None:
-        """Restore released memory. Once all is restored, the engines run again, unless a pause is
-        in force or the weights' values are missing."""
+        """Restore released memory. Once all memory is restored, the engines run again unless a
+        pause is in force or weights are missing."""
         _check_resources(resources)
         async with self._lock:
             await self._restore(resources)
             await self._run()
 
     async def drop_cached_kv(self, *, even_of_running: bool = False) -> bool:
-        """Drop cached prefixes and return True. If requests use KV, return False and drop nothing,
-        unless `even_of_running` is set: then those requests are prefilled again."""
+        """Drop all cached prefixes and return True. If requests use KV, drop nothing and return
+        False. With `even_of_running`, drop their KV, too. Then running requests are prefilled
+        again."""
         async with self._lock:
             stats = await self._llm.stats()
             if stats.num_running + stats.num_paused and not even_of_running:
@@ -132,10 +133,10 @@ class Pausing:
     # ---- sleep and wake up
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
-        """Begin a pause that refuses new requests, except in mode KEEP, and release memory. Level 0
-        releases none. Level 1 releases all and keeps the weights on the host. Level 2 discards
-        them. Raises ApiError if another call ended or changed the pause before the engines
-        stopped."""
+        """Begin a pause and release memory. New requests are refused unless `mode` is KEEP. Level 0
+        releases no memory. Level 1 releases all memory and keeps the weights on the host. Level 2
+        discards the weights. Raises ApiError if another call changes or ends the pause before the
+        engines stop."""
         async with self._begun_pause(mode, mode is not PauseMode.KEEP) as is_in_force:
             if not is_in_force:
                 raise ApiError(409, "another pause or its end came before the engines slept")
@@ -145,7 +146,7 @@ class Pausing:
             self.is_asleep = True
 
     async def wake_up(self, resources: Sequence[str] = RESOURCES) -> None:
-        """Restore released memory, and end the pause once all of it is restored."""
+        """Restore released memory. The pause ends once all memory is restored."""
         _check_resources(resources)
         async with self._lock:
             await self._restore(resources)
@@ -156,7 +157,7 @@ class Pausing:
     # ---- versions
 
     async def set_generation_epoch(self, version: int) -> None:
-        """Begin a version without new weights. Stops the engines for a moment."""
+        """Begin a weights version without new weights. The engines stop for a moment."""
         async with self._lock:
             await self._stop()
             try:
@@ -165,7 +166,7 @@ class Pausing:
                 await self._run()
 
     async def run_after_update(self) -> None:
-        """Let the engines run after a full update, which replaces discarded weights."""
+        """Let the engines run after an update that replaced discarded weights."""
         async with self._lock:
             await self._run()
 
@@ -173,8 +174,9 @@ class Pausing:
 
     @asynccontextmanager
     async def _begun_pause(self, mode: PauseMode, refuses_new: bool) -> AsyncIterator[bool]:
-        """Put a pause in force, and hold the lock once it may stop the engines: in mode WAIT once
-        no request runs. Yields False if another call has changed the pause meanwhile."""
+        """Put a pause in force. Hold the lock during the block, in which the caller stops the
+        engines. In mode WAIT, first wait until no request runs. Yields False if another call has
+        changed the mode."""
         was_in_force = self.mode is not None
         self._set_mode(mode)
         self._is_waiting = mode is PauseMode.WAIT
@@ -185,15 +187,16 @@ class Pausing:
         while True:
             async with self._lock:
                 changed = self._mode_changed
-                if self.mode is not mode or not (self._is_waiting and self._live.num_samples):
+                if self.mode is not mode or not (
+                    self._is_waiting and self._live.num_unfinished_samples
+                ):
                     yield self.mode is mode
                     return
-                if was_in_force:  # it may have stopped the requests that this one waits for
+                if was_in_force:  # an earlier pause can have stopped the requests to wait for
                     await self._run()
             await self._requests_ended(changed)
 
     async def _requests_ended(self, mode_changed: asyncio.Event) -> None:
-        """Wait until no request runs or `mode_changed` is set."""
         waits = [self._live.all_ended(), mode_changed.wait()]
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:
@@ -208,7 +211,6 @@ class Pausing:
         self._limiter.open(_REASON)
 
     def _set_mode(self, mode: PauseMode | None) -> None:
-        """Set the mode of the pause in force. Wakes a call that waits in another mode."""
         if mode is not self.mode:
             self._mode_changed.set()
             self.mode, self._mode_changed = mode, asyncio.Event()
@@ -231,12 +233,12 @@ class Pausing:
             await self._drop_kv()
 
     async def _run(self) -> None:
-        """Let the engines run, unless a pause is in force that does not wait for requests, or
-        memory or weights are missing."""
+        """Let the engines run unless a pause, released memory or discarded weights forbid it."""
         stats = await self._llm.stats()
         is_running = stats.state is EngineState.RUNNING
         if is_running or stats.num_weight_updates != self._discarded_at:
             self._discarded_at = None
+        # A pause that waits for requests lets the engines run until the requests have ended.
         may_run = self._discarded_at is None and (self.mode is None or self._is_waiting)
         if may_run and stats.state is EngineState.PAUSED:
             await self._llm.unpause()
@@ -258,9 +260,9 @@ class Pausing:
             await self._llm.resume(resource)
 
     async def _drop_kv(self) -> None:
-        """Free all KV of stopped engines. Their running requests are prefilled again later."""
+        """Free all KV of stopped engines. Running requests are prefilled again later."""
         report = await self._llm.suspend("recompute", (KV_CACHE,))
-        if report.released_by_owner[KV_CACHE]:  # else it was released before
+        if report.released_by_owner[KV_CACHE]:  # else the KV cache was released before
             await self._llm.resume(KV_CACHE)
 
 

@@ -1,9 +1,8 @@
-"""BroadcastGroup: this server's rank in a trainer's torch.distributed group.
+"""BroadcastGroup: this server's rank in a trainer's torch.distributed process group.
 
-Used by `rollout.serve.control.weight_transfer`, and by the vLLM and SGLang routes for Packing. It
-starts a child process for each group. The trainer is rank 0: it owns the TCPStore and broadcasts
-tensors, which are received as bytes. All engines of the server read one copy in shared memory, so
-the server is one rank.
+Used by `rollout.serve.control.weight_transfer`. The control routes of vLLM and SGLang choose the
+Packing. Each group starts a child process, which receives tensors into shared memory. The trainer
+is rank 0 and hosts the TCPStore. The server is one rank, however many engines it has.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from rollout.serve.control.announcement import TensorMetadata
 
 _logger = logging.getLogger(__name__)
 _MODULE = "rollout.serve.control.receiver"
-_START_S = 60.0  # seconds for the receiver's start, and for its answer beyond its own time limit
-# Tensors that are sent as one broadcast, without gaps between them.
+_START_S = 60.0  # seconds for the receiver's start, and for an answer after its time limit
+# The tensors of one broadcast, without gaps between them.
 Chunk = Sequence[TensorMetadata]
 # Splits the tensors of a call into broadcasts.
 Packing = Callable[[Sequence[TensorMetadata]], Sequence[Chunk]]
 
 
 class BroadcastGroup:
-    """A joined group, in which a child process (`receiver.py`) receives broadcasts.
+    """A process group that this server has joined. A child process (`receiver.py`) gets tensors.
 
-    packing: how the trainer splits tensors into broadcasts. announced: tensors of the latest call,
-    set by WeightTransfer. A broadcast that fails or takes too long ends the group, since its ranks
-    then no longer make the same calls. The trainer must make another group.
+    A broadcast that fails or is late closes the group. Then the trainer must make another one.
+
+    packing: how the trainer splits tensors into broadcasts.
+    announced: tensors of the latest call, set by WeightTransfer.
     """
 
     def __init__(self, name: str, receiver: ChildProcess, packing: Packing) -> None:
@@ -48,11 +48,9 @@ class BroadcastGroup:
         self._discarding: set[asyncio.Future[None]] = set()
 
     async def receive(self, chunks: Sequence[Chunk], timeout_s: float) -> list[tuple[str, Tensor]]:
-        """Receive broadcasts that the trainer makes now, and return their tensors.
-
-        Raises WeightUpdateError if they do not arrive within `timeout_s` seconds, or if the trainer
-        has disconnected.
-        """
+        """Receive the broadcasts of `chunks` and return their (name, tensor) pairs. Raises
+        WeightUpdateError if a broadcast takes longer than `timeout_s` seconds or the trainer
+        disconnects."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         descriptor = os.memfd_create("rollout-broadcasts", os.MFD_CLOEXEC)
         try:
@@ -64,7 +62,8 @@ class BroadcastGroup:
         return _split(bytes_N, [tensor for chunk in chunks for tensor in chunk])
 
     def discard(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Receive and drop announced broadcasts, so that the group stays usable. Does not wait."""
+        """Receive and drop the broadcasts of `chunks` in the background, so that the group stays
+        usable."""
         sizes = [sum(tensor.num_bytes for tensor in chunk) for chunk in chunks]
         task = asyncio.ensure_future(self._request(None, sizes, timeout_s))
         self._discarding.add(task)
@@ -72,8 +71,8 @@ class BroadcastGroup:
         task.add_done_callback(_log_error)
 
     def close(self) -> None:
-        """Leave the group. A call that waits for a broadcast raises WeightUpdateError; the
-        trainer's calls fail."""
+        """End the child process. Calls that wait for a broadcast raise WeightUpdateError. The
+        trainer's calls in this group fail."""
         self._receiver.kill()
         self._receiver.wait()
 
@@ -106,8 +105,9 @@ async def join_group(
     backend: str,
     timeout_s: float,
 ) -> BroadcastGroup:
-    """Start a receiver, join a group of the backend gloo or nccl, and return it. Waits for the
-    other ranks. Raises WeightUpdateError if one is missing after `timeout_s` seconds."""
+    """Start a receiver, join the group of a trainer, and return it. Waits for the other ranks.
+    `backend` is "gloo" or "nccl". Raises WeightUpdateError if a rank is missing after `timeout_s`
+    seconds."""
     starting = asyncio.ensure_future(asyncio.to_thread(ChildProcess, _MODULE))
     try:
         receiver = await asyncio.shield(starting)
@@ -135,7 +135,6 @@ async def join_group(
 
 
 def _end_started(starting: asyncio.Future[ChildProcess]) -> None:
-    """End the receiver of a caller that was cancelled while it started."""
     if not starting.cancelled() and starting.exception() is None:
         receiver = starting.result()
         receiver.kill()
@@ -143,7 +142,6 @@ def _end_started(starting: asyncio.Future[ChildProcess]) -> None:
 
 
 def single_chunks(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
-    """Return the chunks of tensors that are broadcast one by one."""
     return [[tensor] for tensor in tensors]
 
 
@@ -153,8 +151,8 @@ def one_chunk(tensors: Sequence[TensorMetadata]) -> list[Chunk]:
 
 
 def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> list[Chunk]:
-    """Return the chunks of vLLM's packed broadcasts. Each ends with the tensor that makes it larger
-    than the buffer."""
+    """Return the chunks of vLLM's packed broadcasts. A chunk ends with the tensor that makes it
+    larger than `buffer_size_bytes`."""
     chunks: list[list[TensorMetadata]] = []
     num_bytes = buffer_size_bytes + 1
     for tensor in tensors:
@@ -167,7 +165,8 @@ def packed_chunks(tensors: Sequence[TensorMetadata], buffer_size_bytes: int) -> 
 
 
 def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str, Tensor]]:
-    """Return the named tensors in `bytes_N`, one after the other: views if aligned, else copies."""
+    """Return the (name, tensor) pairs in `bytes_N`, which holds the tensors in order. Tensors are
+    views of `bytes_N`, but an unaligned tensor is a copy."""
     pairs, start = [], 0
     for tensor in tensors:
         end = start + tensor.num_bytes
@@ -180,7 +179,8 @@ def _split(bytes_N: Tensor, tensors: Sequence[TensorMetadata]) -> list[tuple[str
 
 
 def _broken(name: str, error: dict[str, Any]) -> WeightUpdateError:
-    """Return the error of a failed broadcast. error: the receiver's; {} if the receiver ended."""
+    """Return the error of a failed broadcast. `error` is the receiver's encoded error, or {} if the
+    receiver has ended."""
     reason = str(decode_error(error)) if error else "its receiver has ended"
     return WeightUpdateError(
         f"the broadcasts in the group {name!r} did not arrive ({reason}); the trainer has to make "

@@ -1,9 +1,8 @@
-"""A rank in a trainer's group, as a child process that receives broadcasts into shared memory.
+"""A child process that joins a trainer's process group and receives broadcasts into shared memory.
 
 `rollout.serve.control.process_group` starts this module as a program. Gloo ends the whole process
-when a message is longer than the tensor that receives it, which happens if a trainer announces
-other shapes than it sends. Gloo also has no way to end a call that waits. A child process can be
-killed without harm to the server.
+if a message is longer than the receiving tensor, and it cannot cancel a waiting call. A separate
+process can end or be killed without harm to the server.
 """
 
 from __future__ import annotations
@@ -37,16 +36,13 @@ def receive_broadcasts(
     backend: str,
     timeout_s: float,
 ) -> None:
-    """Join the group, then serve the parent until it closes the pipe.
-
-    Each message is (path, sizes, limit): the file that gets the broadcasts one after the other
-    (None drops them), the size of each broadcast in bytes, and a time limit in seconds. The answer
-    is None, or the encoded error that ends this process. None is also sent once the group is
-    joined.
-    """
+    """Join the group, then serve the parent until it closes the pipe. Each message is (path, sizes,
+    limit). `path` is the file for the broadcasts in order, or None to drop them. `sizes` are in
+    bytes, and `limit` is in seconds. None is sent after joining and after each message. If a
+    broadcast fails, the encoded error is sent instead and the function returns."""
     distributed: Any = dist  # the type hints of dist lack PrefixStore
     store = connect_store(host, port, timeout_s, num_clients=world_size)
-    # torch and SGLang's init_custom_process_group keep the addresses of a group's ranks there.
+    # torch and SGLang's init_custom_process_group keep the ranks' addresses under this prefix.
     own_store = distributed.PrefixStore(f"{name}/", distributed.PrefixStore(name, store))
     timeout = timedelta(seconds=timeout_s)
     group, device = join_group(backend, own_store, rank, world_size, timeout)

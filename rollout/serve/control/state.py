@@ -1,7 +1,7 @@
-"""Control: the objects that the control routes share, from the server's start to its end.
+"""Control: the objects that one server's control routes share.
 
-Used by `rollout.serve.app`, which makes and closes it. The control routes, `rollout.serve.health`
-and `rollout.serve.metrics` read it from the app by the key CONTROL.
+`rollout.serve.app` makes and closes it. The control routes, `rollout.serve.health` and
+`rollout.serve.metrics` read it as `request.app[CONTROL]`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from rollout.serve.control.pausing import Pausing
 from rollout.serve.control.weight_transfer import WeightTransfer
 from rollout.serve.state import ServerState
 
-# Seconds that operations may continue once a server has answered its requests.
+# Seconds that operations may continue after the server has answered its requests.
 _LAST_OPERATIONS_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """The objects that the control routes share.
-
-    operations: the running control operations. pausing: pauses, suspends and resumes the engines.
-    transfer: updates their weights.
-    """
+    """The objects that the control routes share."""
 
     operations: Operations
     pausing: Pausing
@@ -37,8 +33,8 @@ CONTROL: web.AppKey[Control] = web.AppKey("control", Control)
 
 
 def make_control(state: ServerState) -> Control:
-    """Return the Control of a server's engines. Raises ModelError for a model directory without a
-    readable config.json."""
+    """Return the Control of a server's engines. Raises ModelError if the model's config.json is
+    bad."""
     config = state.config
     operations = Operations()
     pausing = Pausing(state.llm, state.live, state.limiter)
@@ -54,7 +50,7 @@ def make_control(state: ServerState) -> Control:
 
 
 async def close_control(app: web.Application) -> None:
-    """Leave the trainers' process groups; calls that wait for a broadcast raise. Then wait for the
-    running operations, and cancel operations that take longer than `_LAST_OPERATIONS_S`."""
+    """Leave the trainers' process groups, and end the running operations. Calls that wait for a
+    broadcast raise an error. Operations are cancelled after `_LAST_OPERATIONS_S` seconds."""
     app[CONTROL].transfer.close()
     await app[CONTROL].operations.end(_LAST_OPERATIONS_S)

@@ -1,7 +1,7 @@
-"""WeightTransfer: loads a trainer's weights into the engines, by broadcasts or from directories.
+"""WeightTransfer: loads a trainer's weights into the engines, from broadcasts or checkpoints.
 
-Made by `rollout.serve.control.state`, for the control routes of vLLM and SGLang. Nothing else in a
-server updates the engines' weights or sets the labels of their versions.
+`rollout.serve.control.state` makes it for the control routes of vLLM and SGLang. Nothing else in a
+server updates the engines' weights or labels their versions.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from rollout.weights.update import NamedTensors
 _MAX_WORLD_SIZE = 2**16
 
 
-class UpdateRound:
-    """Tensors of one update, kept on the host. Each tensor is announced once, then received.
+class OpenUpdate:
+    """The tensors of one update, kept on the host. Each tensor is announced first and then
+    received.
 
-    label: the latest label that came with tensors. Whether all tensors of the model are present is
-    checked later, by the engines, which load all or none.
+    label: the latest label that came with tensors.
     """
 
     def __init__(self, model: ModelTensors | None, max_bytes: int) -> None:
-        """Begin without tensors. max_bytes: most bytes of all tensors. model: the model's tensors;
-        None if unknown, so that only the engines refuse wrong tensors, at the end."""
+        """Begin without tensors. `max_bytes` limits the sum of all tensors. If `model` is None,
+        tensors are not checked against a model."""
         self._model, self._max_bytes = model, max_bytes
         self.label: str | None = None
         self._num_bytes = 0
         self._tensors: dict[str, Tensor | None] = {}  # None: announced, not yet received
 
     def announce(self, tensors: Sequence[TensorMetadata]) -> None:
-        """Check and record tensors before they are received. Raises WeightUpdateError, which names
-        the wrong tensor; the caller must end the round then."""
+        """Check and record tensors that will be received. Raises WeightUpdateError for a wrong
+        tensor. Then the caller must end the update."""
         for tensor in tensors:
             if self._model is not None:
                 self._model.check(tensor)
@@ -59,12 +59,13 @@ class UpdateRound:
             self._tensors[tensor.name] = None
 
     def add(self, named_tensors: Iterable[tuple[str, Tensor]], label: str | None) -> None:
-        """Store received tensors. label: replaces the round's label, unless it is None."""
+        """Store received tensors. `label` replaces the earlier label unless it is None."""
         self._tensors.update(named_tensors)
         self.label = self.label if label is None else label
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors. Raises WeightUpdateError if there are none, or some are missing."""
+        """Return all tensors. Raises WeightUpdateError if there are none or some were not
+        received."""
         received = {name: tensor for name, tensor in self._tensors.items() if tensor is not None}
         if len(received) < len(self._tensors) or not received:
             raise WeightUpdateError(
@@ -75,14 +76,13 @@ class UpdateRound:
 
 
 class WeightTransfer:
-    """Owns the joined groups of trainers and the open round, and commits updates to the engines.
+    """Holds the trainers' process groups and the open update, and commits updates to the engines.
 
-    A round is an UpdateRound. It begins, receives its tensors in any number of calls, and is
-    committed as one update. Any error ends the round: its tensors are dropped, the engines keep
-    their weights, and another round may begin. A trainer that joins a group ends an open round.
+    An update begins, receives tensors in any number of calls, and is then committed. An error ends
+    the update and drops its tensors. Then the engines keep their weights.
 
-    model: the model's tensors; None if its directory is unknown. loaded_directory: checkpoint that
-    was loaded last, at first the model's directory.
+    model: the model's tensors, or None if the LLM has no model directory.
+    loaded_directory: the checkpoint that was loaded last, at first the model's directory.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class WeightTransfer:
         roots: CheckpointRoots,
         timeout_s: float,
     ) -> None:
-        """Start without groups. timeout_s: most seconds to join a group, and for the broadcasts of
-        one call. Raises ModelError for a model directory without a readable config.json."""
+        """Start without groups. `timeout_s` is the longest time in seconds for joining a group, and
+        for the broadcasts of one call. Raises ModelError if the model's config.json is bad."""
         self._llm, self._labels, self._pausing = llm, labels, pausing
         self._operations = operations
         self._roots, self._timeout_s = roots, timeout_s
@@ -103,7 +103,7 @@ class WeightTransfer:
         self.model = None if directory is None else ModelTensors.of_directory(directory)
         self._max_bytes = _half_of_memory() if self.model is None else self.model.max_bytes
         self._groups: dict[str, BroadcastGroup] = {}
-        self._round: UpdateRound | None = None
+        self._open_update: OpenUpdate | None = None
         self._commit_lock = asyncio.Lock()
         self.loaded_directory = directory
 
@@ -120,9 +120,9 @@ class WeightTransfer:
         packing: Packing,
         backend: str = "gloo",
     ) -> None:
-        """Join a trainer's group, in place of an earlier group of that name. Ends an open round.
-        Raises WeightUpdateError at once for an impossible rank or address, and after the time limit
-        if other ranks are missing."""
+        """Join a trainer's process group. Replaces an earlier group of the same name and ends an
+        open update. Raises WeightUpdateError for an impossible rank or address, or if other ranks
+        do not join in time."""
         self.roll_back()
         await _require_rank_and_host(host, port, rank, world_size)
         self.leave(name)
@@ -136,41 +136,41 @@ class WeightTransfer:
             backend=backend,
             timeout_s=self._timeout_s,
         )
-        self.leave(name)  # if another call has joined it meanwhile
+        self.leave(name)  # another call may have joined a group of this name meanwhile
         self._groups[name] = group
 
     def leave(self, name: str) -> bool:
-        """Leave a group. Returns False if no group has that name."""
+        """Leave a group. Return False if no group has that name."""
         group = self._groups.pop(name, None)
         if group is not None:
             group.close()
         return group is not None
 
     def close(self) -> None:
-        """Leave all groups and drop the open round."""
+        """Leave all groups and drop the open update."""
         self.roll_back()
         for name in list(self._groups):
             self.leave(name)
 
-    # ---- rounds
+    # ---- updates
 
     @property
     def is_open(self) -> bool:
-        """Whether a round has begun and not ended."""
-        return self._round is not None
+        """Return whether an update has begun and not ended."""
+        return self._open_update is not None
 
     def begin(self) -> None:
-        """Open a round. If one is open, ends it and raises WeightUpdateError."""
-        if self._round is not None:
+        """Begin an update. If another one is open, end that update and raise WeightUpdateError."""
+        if self._open_update is not None:
             self.roll_back()
             raise WeightUpdateError(
                 "an update was open already; it is rolled back, and another one can begin"
             )
-        self._round = UpdateRound(self.model, self._max_bytes)
+        self._open_update = OpenUpdate(self.model, self._max_bytes)
 
     def roll_back(self) -> None:
-        """End the open round and drop its tensors. Does nothing without one."""
-        self._round = None
+        """End the open update, if there is one, and drop its tensors."""
+        self._open_update = None
 
     async def receive(
         self,
@@ -182,34 +182,36 @@ class WeightTransfer:
         packing: Packing | None = None,
         label: str | None = None,
     ) -> None:
-        """Receive tensors that the trainer broadcasts now, and keep them in the open round.
+        """Receive tensors that the trainer broadcasts now, and add them to the open update.
 
-        names, dtypes, shapes: the tensors in order; empty lists stand for the tensors of the
-        previous call. packing: how they are split into broadcasts; None for the group's way. label:
-        label of the version that the tensors belong to. A failure ends the round and raises
-        WeightUpdateError. A tensor that does not fit the model raises at once; its broadcasts are
-        received and dropped, so that the group stays usable.
+        names, dtypes, shapes: the tensors in order. Empty lists stand for the tensors of the
+            previous call.
+        packing: how the tensors are split into broadcasts. None takes the group's packing.
+        label: label of the version to which the tensors belong.
+
+        Raises WeightUpdateError, which ends the update. If a tensor does not fit the model, its
+        broadcasts are still received and dropped, so that the group stays usable.
         """
         group = self._groups.get(group_name)
         if group is None:
             self.roll_back()
             raise WeightUpdateError(f"no group {group_name!r} was joined; join it first")
-        round_ = self._round
+        update = self._open_update
         try:
             tensors = self._announced(group, names, dtypes, shapes)
             chunks = (packing or group.packing)(tensors)
             try:
-                round_ = _require_open(round_)
-                round_.announce(tensors)
+                update = _require_open(update)
+                update.announce(tensors)
             except WeightUpdateError:
                 self._discard(group, chunks)
                 raise
             pairs = await group.receive(chunks, self._timeout_s)
-            if self._round is not round_:
+            if self._open_update is not update:
                 raise WeightUpdateError("the update was rolled back while its tensors came")
-            round_.add(pairs, label)
-        except BaseException:  # also if the caller disconnects, since it does not send the rest
-            if self._round is round_:
+            update.add(pairs, label)
+        except BaseException:  # a caller that disconnects does not send the missing tensors
+            if self._open_update is update:
                 self.roll_back()
             raise
 
@@ -231,26 +233,26 @@ class WeightTransfer:
         return group.announced
 
     def _discard(self, group: BroadcastGroup, chunks: Sequence[Chunk]) -> None:
-        """Receive and drop broadcasts that do not belong to the update. Leave the group if they are
-        too large."""
+        """Receive and drop broadcasts that belong to no update. Leave the group if they are too
+        large."""
         if sum(tensor.num_bytes for chunk in chunks for tensor in chunk) <= self._max_bytes:
             group.discard(chunks, self._timeout_s)
         else:
             self.leave(group.name)
 
     async def finish(self, label: str | None = None) -> WeightUpdateReport:
-        """End the round and let the engines load its tensors. label: the version's label; None for
-        the label that came with the tensors. Raises WeightUpdateError if no round is open, a tensor
-        was not received, or the engines refuse them."""
-        round_ = _require_open(self._round)
+        """End the update, let the engines load its tensors, and return their report. If `label` is
+        None, the version gets the label that came with the tensors. Raises WeightUpdateError if no
+        update is open, a tensor is missing, or the engines refuse the tensors."""
+        update = _require_open(self._open_update)
         self.roll_back()
-        return await self.commit(round_.tensors(), round_.label if label is None else label)
+        return await self.commit(update.tensors(), update.label if label is None else label)
 
     # ---- versions
 
     @property
     def label(self) -> str:
-        """Label of the served weights."""
+        """Return the label of the served weights."""
         return self._labels.of(self._llm.weights_version)
 
     async def relabel(self, label: str) -> None:
@@ -262,8 +264,9 @@ class WeightTransfer:
             await self._pausing.set_generation_epoch(version)
 
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
-        """Commit the weights of the checkpoint in `directory`. label: as for `commit`. Raises
-        WeightUpdateError for a directory that may not be read, and if the engines refuse it."""
+        """Commit the weights of the checkpoint in `directory` and return the engines' report.
+        Raises WeightUpdateError if the directory is not allowed or the engines refuse the
+        weights."""
         checkpoint = await asyncio.to_thread(self._roots.open, directory)
 
         async def load() -> WeightUpdateReport:  # runs to its end even if the caller is cancelled
@@ -274,16 +277,16 @@ class WeightTransfer:
         return await self._operations.run(load())
 
     async def commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
-        """Update all engines or none to these weights, as the next version. label: the version's
-        label; None for its number. The update continues when its caller is cancelled. Raises
-        WeightUpdateError if the engines refuse the weights."""
+        """Load weights into all engines or none, as the next version, and return the report. If
+        `label` is None, the label is the version's number. The update continues if its caller is
+        cancelled. Raises WeightUpdateError if the engines refuse the weights."""
         return await self._operations.run(self._commit(named_tensors, label))
 
     async def _commit(self, named_tensors: NamedTensors, label: str | None) -> WeightUpdateReport:
         async with self._commit_lock:
             stats = await self._llm.stats()
             version = stats.weights_version + 1
-            # Set before the first token of this version. Replaces the label of a failed update.
+            # Set before the first token of this version. A failed update may have left a label.
             self._labels.set(version, str(version) if label is None else label)
             try:
                 report = await self._llm.update_weights(
@@ -296,7 +299,6 @@ class WeightTransfer:
 
 
 async def _require_rank_and_host(host: str, port: int, rank: int, world_size: int) -> None:
-    """Raise WeightUpdateError unless `host` has an address, and `rank` is in [1, world_size)."""
     if not 1 <= rank < world_size <= _MAX_WORLD_SIZE:
         raise WeightUpdateError(
             f"rank_offset={rank} with world_size={world_size} is not a rank of a group; give "
@@ -307,7 +309,7 @@ async def _require_rank_and_host(host: str, port: int, rank: int, world_size: in
         if not host:
             raise ValueError("it is empty")
         await asyncio.get_running_loop().getaddrinfo(host, port)
-    except (OSError, ValueError) as error:  # the second for NUL and names that are too long
+    except (OSError, ValueError) as error:  # ValueError: NUL, or a name that is too long
         raise WeightUpdateError(
             f"master_address={host!r:.100} has no address ({error}); give the trainer's host"
         ) from error
@@ -317,7 +319,7 @@ def _half_of_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _require_open(round_: UpdateRound | None) -> UpdateRound:
-    if round_ is None:
+def _require_open(update: OpenUpdate | None) -> OpenUpdate:
+    if update is None:
         raise WeightUpdateError("no update is open; start one. An error ends an open update")
-    return round_
+    return update

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: conversations, with tools and thoughts.
+"""POST /v1/chat/completions: answers conversations, with tool calls and thoughts.
 
-Used by `rollout.serve.app` through `chat_routes`. `_job_of` checks a request; `send_reply`
-generates its choices and sends the reply.
+`rollout.serve.app` registers `chat_routes`. `_job_of` checks a request. `send_reply` of
+`rollout.serve.openai.reply` generates the choices and sends the reply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout.serve.state import STATE, Route, ServerState
 from rollout.serve.token_texts import TagTokenizer
 from rollout.tool_calls import Reply, ReplyFormat, ReplyReader, format_of
 
-_NUM_LAST = 32  # last tokens of a prompt, in which markup of the reply may begin
+_NUM_LAST = 32  # last tokens of a prompt that are searched for markup which the reply continues
 
 Request = DynamicInferenceRequest
 
@@ -54,10 +54,10 @@ async def _chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(TextJob[ChatBody]):
-    """A checked request: a conversation to answer.
+    """A checked request, with the prompt of its conversation.
 
-    num_top: alternatives reported with each token; None: no log-probs are reported.
-    reading: separates calls and thoughts from content; None leaves them in the content.
+    num_top: alternatives reported with each token, or None if no log-probs are reported.
+    reading: separates calls and thoughts from content. If None, both stay in the content.
     """
 
     num_top: int | None
@@ -75,7 +75,7 @@ class _Job(TextJob[ChatBody]):
 
 
 async def _job_of(state: ServerState, body: ChatBody) -> _Job:
-    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
+    """Return the job of a checked body. Raises ApiError and InvalidRequestError for a bad body."""
     state.require_model(body.model)
     check_stream(body.stream, body.stream_options, body.prompt_logprobs)
     if body.top_logprobs and not body.logprobs:
@@ -106,7 +106,8 @@ async def _job_of(state: ServerState, body: ChatBody) -> _Job:
 
 
 async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None) -> list[int]:
-    """Return the ids of the body, else of the rendered conversation. Raises ApiError."""
+    """Return the token ids in the body, or else the ids of the rendered conversation. Raises
+    ApiError."""
     cut = truncation_of(state, body, max_tokens)
     prompt = body.prompt_token_ids or body.input_ids
     if not prompt:
@@ -124,7 +125,6 @@ async def _prompt_of(state: ServerState, body: ChatBody, max_tokens: int | None)
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return the choice of a finished request, for a reply that is not streamed."""
     body, data = job.body, of_generated(request)
     text = job.text_of(request)
     reply = Reply(content=text) if job.reading is None else job.reading.read(text)
@@ -149,8 +149,7 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _reasoning(job: _Job, reply: Reply) -> dict[str, str]:
-    """Return the thoughts under vLLM's and SGLang's keys; {} if there are none or they are
-    hidden."""
+    """Return the thoughts under vLLM's and SGLang's keys, or {} if none are returned."""
     if not reply.reasoning or (job.reading is not None and not job.reading.shows_reasoning):
         return {}
     return {"reasoning": reply.reasoning, "reasoning_content": reply.reasoning}
@@ -174,7 +173,8 @@ def _ending(job: _Job, request: Request, *, has_calls: bool) -> dict[str, Any]:
 
 
 class _ChoiceStream:
-    """Makes the chunks of one streamed choice. Decodes its tokens and separates the markup."""
+    """Makes the chunks of one streamed choice: decodes its tokens and separates calls and
+    thoughts."""
 
     def __init__(self, job: _Job, index: int) -> None:
         self._job, self._index = job, index
@@ -183,7 +183,8 @@ class _ChoiceStream:
         self._has_begun = False
 
     def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
-        """Return the chunks for new tokens, or for the choice's end if `item` is a Request."""
+        """Return the chunks for new tokens, or the last chunks if `item` is the finished
+        request."""
         job, chunks = self._job, list[dict[str, Any]]()
         if not self._has_begun:
             self._has_begun = True
@@ -205,7 +206,7 @@ class _ChoiceStream:
         return [*chunks, self._chunk({}, **_ending(job, item, has_calls=has_calls))]
 
     def _delta(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Return the delta of new text: content, thoughts and calls, each call in one piece."""
+        """Return the content, thoughts and complete calls that `text` adds."""
         reader = self._reader
         if reader is None:
             return {"content": text} if text or not is_last else {}
@@ -220,7 +221,6 @@ class _ChoiceStream:
         return delta
 
     def _chunk(self, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
-        """Return a chunk with one choice. fields: further fields of the choice."""
         choice = {
             "index": self._index,
             "delta": delta,
@@ -239,10 +239,11 @@ class _ReplyReading:
     """Separates calls and thoughts from the content of the replies to one request.
 
     reply_format: markup of calls and thoughts.
-    tools: tools that may be called.
-    tokenizer: decodes replies and shows tags that are special tokens; None: the LLM's tokenizer.
-    begun: markup at the end of the prompt, which a reply continues.
-    max_calls: most calls that are returned; None for all.
+    tools: tools that the model can call.
+    tokenizer: decodes replies and keeps markup that consists of special tokens. None takes the
+        LLM's tokenizer.
+    begun: markup at the end of the prompt, which the reply continues.
+    max_calls: most calls that are returned, or None for all.
     shows_reasoning: whether thoughts are returned.
     """
 
@@ -254,7 +255,6 @@ class _ReplyReading:
     shows_reasoning: bool
 
     def reader(self) -> ReplyReader:
-        """Return a reader for one reply."""
         special = () if self.tokenizer is None else self.tokenizer.tags
         reader = ReplyReader(
             self.reply_format, self.tools, special=special, max_calls=self.max_calls
@@ -263,7 +263,6 @@ class _ReplyReading:
         return reader
 
     def read(self, text: str) -> Reply:
-        """Return the parts of a whole reply."""
         reader = self.reader()
         return reader.push(text) + reader.finish()
 
@@ -271,9 +270,8 @@ class _ReplyReading:
 async def _reading_of(
     state: ServerState, body: ChatBody, prompt: Sequence[int]
 ) -> _ReplyReading | None:
-    """Return what separates the replies to `body`; None if there is no markup to look for. Raises
-    ApiError for a tool_choice that would need constrained output, and for a prompt that cannot be
-    decoded."""
+    """Return the _ReplyReading of the replies to `body`, or None if there is no markup to look for.
+    Raises ApiError for an unsupported tool_choice and for a prompt that cannot be decoded."""
     tools = _callable_tools(body)
     max_calls = 1 if body.parallel_tool_calls is False else None
     shows_reasoning = body.include_reasoning is not False
@@ -306,7 +304,6 @@ async def _reading_of(
 
 
 def _callable_tools(body: ChatBody) -> Sequence[Any]:
-    """Return the tools that may be called. Raises ApiError for an unsupported tool_choice."""
     if body.tool_choice not in (None, "none", "auto"):
         raise ApiError(
             400,
@@ -317,6 +314,6 @@ def _callable_tools(body: ChatBody) -> Sequence[Any]:
 
 
 def _continued(body: ChatBody) -> str:
-    """Return the last message's text, if the reply continues that message; else ""."""
+    """Return the text of the last message if the reply continues it, else ""."""
     content = body.messages[-1].get("content") if body.messages else None
     return content if body.continue_final_message and isinstance(content, str) else ""

@@ -1,8 +1,8 @@
-"""ChatTemplate: renders a conversation as text by transformers.
+"""ChatTemplate: renders a conversation as text, by transformers.
 
-Used by `rollout.serve.server`, which loads the template, `rollout.serve.openai.model`, which
-renders for chat and /tokenize, `rollout.cli.generate` and `rollout.cli.serve`. It reads template
-files.
+`rollout.serve.server` and `rollout.cli.serve` load the template. `rollout.serve.openai.model`
+renders chats for /v1/chat/completions and /tokenize, `rollout.cli.generate` for the command line.
+`load_template` reads files.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from rollout.errors import ConfigError
 from rollout.serve.errors import ApiError
 from rollout.text import INSTALL_TEXT, HFTokenizer, RenderedText, Tokenizer
 
-_NUM_CACHED = 16  # templates, including those of requests
+_NUM_CACHED = 16  # templates of the model and of requests whose `reads_parts` is kept
 _PROBE = "rollout-probe"
 _NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
-_MAX_REASON = 500  # characters: some errors of transformers hold the whole conversation
+_MAX_REASON = 500  # characters; some errors of transformers quote the whole conversation
 
 Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """The chat templates of a tokenizer, or one template in their place."""
+    """The chat templates of a tokenizer, or one given template in their place."""
 
     def __init__(self, tokenizer: Tokenizer | None, source: str | None = None) -> None:
-        """Wrap a tokenizer; None renders without special tokens. source: template in place of the
-        tokenizer's. Raises ConfigError if transformers is not installed."""
+        """Wrap a tokenizer. `source` replaces the tokenizer's templates. Templates get no special
+        tokens if `tokenizer` is not an HFTokenizer. Raises ConfigError if transformers is not
+        installed."""
         if isinstance(tokenizer, HFTokenizer):
             self._tokenizer = tokenizer.hf_tokenizer
         else:
@@ -41,7 +42,8 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Text of the template for conversations without tools; None without a template."""
+        """Return the text of the template for conversations without tools, or None if there is
+        none."""
         if self._given is not None:
             return self._given
         templates = self._tokenizer.chat_template
@@ -50,18 +52,19 @@ class ChatTemplate:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The tokenizer's special tokens, by their role."""
+        """Return the tokenizer's special tokens by role, such as {"eos_token": "</s>"}."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
 
     @property
     def all_sources(self) -> str:
-        """The given template, or all templates of the tokenizer, joined by line breaks."""
+        """Return the given template, or all templates of the tokenizer joined by line breaks."""
         templates = self._given or self._tokenizer.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
     def source_for(self, tools: Sequence[Any] | None, template: str | None = None) -> str:
-        """Return the text of the template for a conversation with `tools`. template: text or name
-        of another template. Raises ApiError if there is no template for it."""
+        """Return the text of the template for a conversation with `tools`. `template` is the text
+        or name of another template. Raises ApiError if there is no template for the
+        conversation."""
         try:
             return str(self._tokenizer.get_chat_template(template or self._given, tools or None))
         except ValueError as fault:  # several templates without a default
@@ -79,10 +82,11 @@ class ChatTemplate:
     ) -> RenderedText:
         """Return a conversation as text, as the tokenizer's `apply_chat_template` renders it.
 
-        template: text or name of another template. variables: further variables of the template.
-        `plain_message` first drops nulls of the messages, parses JSON text of tool-call arguments,
-        and joins content in parts unless the template reads parts. Raises ApiError for a
-        conversation or variables that cannot be rendered.
+        template: text or name of another template.
+        variables: further variables of the template.
+
+        Messages are normalized by `plain_message` first. Raises ApiError for a conversation or
+        variables that cannot be rendered.
         """
         if continue_final_message and add_generation_prompt:
             raise ApiError(
@@ -112,9 +116,9 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplate | None:
-    """Load the chat template of a server. Returns None if there is none. given: a file, a
-    template's text, or the name of a template of the tokenizer; None for the tokenizer's own
-    templates. Raises ConfigError for a malformed template or a file that is absent."""
+    """Load the chat template of a server. Return None if there is none. `given` is a file, a
+    template's text, or the name of a template of the tokenizer. If it is None, the tokenizer's
+    templates are used. Raises ConfigError for a malformed template or a missing file."""
     own = tokenizer.hf_tokenizer.chat_template if isinstance(tokenizer, HFTokenizer) else None
     named = own if isinstance(own, dict) else {}
     source = given
@@ -133,8 +137,8 @@ def load_template(tokenizer: Tokenizer | None, given: str | None) -> ChatTemplat
 
 
 def _check_syntax(source: str) -> None:
-    """Raise ConfigError for a template with a syntax error, or if a package for templates is
-    missing or too old."""
+    """Raise ConfigError for a template with a syntax error or if a package is missing or too
+    old."""
     try:
         import jinja2
 
@@ -145,14 +149,13 @@ def _check_syntax(source: str) -> None:
         raise
     except jinja2.TemplateSyntaxError as fault:
         raise ConfigError(f"the chat template cannot be read: {fault}") from fault
-    except Exception:  # the template refuses this conversation; others may pass
+    except Exception:  # the template refuses only the probe's conversation
         return
 
 
 @lru_cache(_NUM_CACHED)
 def reads_parts(source: str) -> bool:
-    """Return whether a template reads content that is a list of parts. Other templates would write
-    the list itself."""
+    """Return whether a template can read message content that is a list of parts."""
     try:
         text = _render_probe(source, [{"type": "text", "text": _PROBE}])
     except Exception:  # a template may raise anything
@@ -170,7 +173,8 @@ def _render_probe(source: str, content: Any) -> str:
 
 
 def _without_vocabulary() -> Any:
-    """Return a Hugging Face tokenizer without vocabulary, which only renders templates."""
+    """Return a Hugging Face tokenizer that can only render templates. Raises ConfigError if
+    transformers is missing."""
     try:
         from transformers import PreTrainedTokenizerBase
     except ImportError as error:
@@ -180,7 +184,7 @@ def _without_vocabulary() -> Any:
 
 @cache
 def _options_of_transformers() -> frozenset[str]:
-    """Return the names of apply_chat_template's own options, which are not template variables."""
+    """Return the option names of apply_chat_template, which template variables must not have."""
     from transformers import PreTrainedTokenizerBase
 
     options = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
@@ -188,7 +192,7 @@ def _options_of_transformers() -> frozenset[str]:
 
 
 def _checked(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a template's variables. Raises ApiError for a name of transformers' own options."""
+    """Return the variables as a dict. Raises ApiError for an option name of apply_chat_template."""
     for name in variables:
         if name in _options_of_transformers():
             raise ApiError(

@@ -1,7 +1,7 @@
 """POST /v1/completions: completes prompts of text or token ids, or only scores them.
 
-Used by `rollout.serve.app` through `completion_routes`. `_job_of` checks a request; `send_reply`
-generates its completions and sends the reply.
+`rollout.serve.app` registers `completion_routes`. `_job_of` checks a request. `send_reply` of
+`rollout.serve.openai.reply` generates the choices and sends the reply.
 """
 
 from __future__ import annotations
@@ -54,12 +54,9 @@ async def _complete(request: web.Request, body: CompletionBody) -> web.StreamRes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(TextJob[CompletionBody]):
-    """A checked request of /v1/completions.
+    """A checked request. With max_tokens=0 the prompts are only scored.
 
-    With max_tokens=0 the prompts are only scored: `counts_generated` is False, and the reply omits
-    the one token that the engine generates after each prompt.
-
-    echoed: the text of each prompt, if the body sets `echo`; else empty.
+    echoed: the text of each prompt, or empty if the body does not set `echo`.
     """
 
     echoed: list[str]
@@ -71,14 +68,13 @@ class _Job(TextJob[CompletionBody]):
         return _ChoiceStream(self, index).chunks
 
     def echo_of(self, choice: int) -> str:
-        """Return the echoed prompt of a choice."""
         return self.echoed[choice // (self.body.n or 1)]
 
 
 async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
-    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
+    """Return the job of a checked body. Raises ApiError and InvalidRequestError for a bad body."""
     state.require_model(body.model)
-    # An echo has the log-probs of the prompt, too.
+    # With echo, `logprobs` also asks for the log-probs of the prompt.
     scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
     num_scores = max((number for number in scores if number is not None), default=None)
     check_stream(body.stream, body.stream_options, num_scores)
@@ -98,7 +94,7 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
         prompts,
         prefix="cmpl",
         kind="text_completion",
-        max_tokens=max(1, max_tokens),
+        max_tokens=max(1, max_tokens),  # engines generate at least one token
         num_logprobs=body.logprobs,
         num_prompt_logprobs=num_scores,
         counts_generated=max_tokens > 0,
@@ -109,10 +105,8 @@ async def _job_of(state: ServerState, body: CompletionBody) -> _Job:
 async def _prompts_of(
     state: ServerState, body: CompletionBody, max_tokens: int
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Return the token ids of each prompt, and its text; None if it was given as ids or truncated.
-
-    Raises ApiError for an empty prompt.
-    """
+    """Return the token ids and the text of each prompt. The text is None if the prompt was given as
+    ids or truncated. Raises ApiError for an empty prompt."""
     given = _as_list(body.prompt if body.prompt_token_ids is None else [body.prompt_token_ids])
     texts: list[str | None] = [prompt if isinstance(prompt, str) else None for prompt in given]
     cut = truncation_of(state, body, max_tokens)
@@ -133,7 +127,7 @@ async def _prompts_of(
 
 
 def _as_list(prompt: PromptField | None) -> list[Any]:
-    """Return the prompts, each a text or a list of ids. Raises ApiError for a mixture."""
+    """Return the prompts, each a text or a list of ids. Raises ApiError for a mixture of both."""
     if prompt is None or isinstance(prompt, str):
         return [] if prompt is None else [prompt]
     kinds = {type(item) for item in prompt}
@@ -147,9 +141,9 @@ def _as_list(prompt: PromptField | None) -> list[Any]:
 def _echo(
     state: ServerState, prompt: Sequence[int], text: str | None, *, is_continued: bool
 ) -> str:
-    """Return the text of a prompt: `text`, or its decoded ids if `text` is None; "" if there is no
-    tokenizer. is_continued: whether a completion follows, which begins with the last character if
-    that is incomplete, so that it is omitted here."""
+    """Return the text of a prompt, decoded from its ids if `text` is None. Without a tokenizer the
+    decoded text is "". If a completion follows (`is_continued`), it begins with an incomplete last
+    character, which is omitted here."""
     if text is not None or state.llm.tokenizer is None:
         return text or ""
     decoded = state.texts.verbatim.decode(prompt)
@@ -157,10 +151,8 @@ def _echo(
 
 
 def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[int]:
-    """Return the offset of each prompt token's text in the echo, in characters.
-
-    The echo lacks special tokens that the tokenizer added, and spaces that it strips.
-    """
+    """Return the offset of each prompt token's text in the echo, in characters. The echo can lack
+    special tokens that the tokenizer added and spaces that it strips."""
     if state.llm.tokenizer is None:
         return [0] * len(prompt)
     texts = list(map(state.texts.of, prompt))
@@ -178,7 +170,6 @@ def _echo_offsets(state: ServerState, prompt: Sequence[int], echo: str) -> list[
 
 
 def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return the choice of a finished request, for a reply that is not streamed."""
     state, body = job.state, job.body
     text, data = "", TokenData(token_ids=[])
     if job.counts_generated:
@@ -203,10 +194,8 @@ def _choice(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
-    """Return a TextOffsets for the generated tokens of a choice.
-
-    start: offset of the first token, in characters.
-    """
+    """Return a TextOffsets for the generated tokens of a choice. `start` is the first token's
+    offset in characters."""
     tokenizer = job.state.llm.tokenizer
     if tokenizer is not None and job.shows_special_tokens:
         tokenizer = job.state.texts.verbatim
@@ -216,7 +205,7 @@ def _offsets(job: _Job, index: int, *, start: int = 0) -> TextOffsets:
 def _piece(
     job: _Job, index: int, text: str, data: TokenData, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a choice, or one chunk of it, without the reason for its end."""
+    """Return a choice, or one chunk of it, without the reason why it ended."""
     body, logprobs = job.body, None
     if body.logprobs is not None:
         spell = spelling(job.state.texts.of, bool(body.return_tokens_as_token_ids))
@@ -240,7 +229,7 @@ def _ending(job: _Job, request: Request) -> dict[str, Any]:
 
 
 class _ChoiceStream:
-    """Makes the chunks of one streamed choice. Decodes its tokens and counts their offsets."""
+    """Makes the chunks of one streamed choice: decodes its tokens and counts their text offsets."""
 
     def __init__(self, job: _Job, index: int) -> None:
         self._job, self._index = job, index
@@ -249,7 +238,7 @@ class _ChoiceStream:
         self._has_begun = False
 
     def chunks(self, item: TokenRun | Request) -> list[dict[str, Any]]:
-        """Return one chunk: new tokens, or the end of the choice if `item` is a Request."""
+        """Return one chunk for new tokens, or the last chunk if `item` is the finished request."""
         job, data, text, ending = self._job, TokenData(token_ids=[]), "", {}
         if isinstance(item, TokenRun):
             if job.counts_generated:

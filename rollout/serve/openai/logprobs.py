@@ -1,7 +1,7 @@
-"""Log-probs in the forms of the openai protocol's endpoints.
+"""Makes the log-prob objects of the openai protocol's replies from TokenData.
 
-Used by `rollout.serve.openai` (completions, chat, tokens_in_out and reply). Each function turns
-TokenData into JSON; Texts returns the text of a token id. Pure functions.
+Used by `rollout.serve.openai` (completions, chat, tokens_in_out, reply). All functions are pure.
+`Texts` is the type of a function that returns a token's text.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ Texts = Callable[[int], str]
 
 
 def _ranks(token_id: int, rank: int | None, top: dict[int, float]) -> dict[int, int]:
-    """Return the rank of each token of `top`, the alternatives of a row of TokenData.each. rank:
-    the rank of `token_id` itself; None ranks it among the alternatives by log-prob."""
+    """Return the rank of each token in `top`, the alternatives of `token_id` from TokenData.each.
+    `rank` is the rank of `token_id`, or None to derive it from the log-probs."""
     others = [key for key in top if key != token_id]
     own = rank or 1 + sum(top[key] > top[token_id] for key in others)
-    # The others stand in the order of their ranks, which skip the token's own.
+    # `others` are in the order of their ranks, which skip the rank of `token_id`.
     ranks = {key: place + (place >= own) for place, key in enumerate(others, 1)}
     return {token_id: own, **ranks}
 
 
 def spelling(texts: Texts, as_token_ids: bool) -> Texts:
-    """Return the function that writes tokens: as their text, or as `token_id:N`."""
+    """Return the function that writes a token as `texts` does, or as `token_id:N`."""
     return (lambda token_id: f"token_id:{token_id}") if as_token_ids else texts
 
 
 def completion_logprobs(
     data: TokenData, num_top: int, spell: Texts, offsets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion. num_top: number of alternatives. spell: writes a token.
-    offsets: start of each token's text in the choice's text."""
+    """Return `logprobs` of a completion with `num_top` alternatives per token. `spell` writes a
+    token. `offsets` are the starts of the tokens' texts in the choice's text."""
     rows = data.each(num_top)
     return {
         "tokens": [spell(token_id) for token_id in data.token_ids],
@@ -44,8 +44,7 @@ def completion_logprobs(
 
 
 def _by_text(top: dict[int, float], spell: Texts) -> dict[str, float]:
-    """Return log-probs by text. Of several tokens with the same text, such as parts of characters,
-    the first counts."""
+    """Return log-probs by text. If several tokens have the same text, the first one counts."""
     by_text: dict[str, float] = {}
     for token_id, log_prob in top.items():
         by_text.setdefault(spell(token_id), log_prob)
@@ -55,8 +54,8 @@ def _by_text(top: dict[int, float], spell: Texts) -> dict[str, float]:
 def chat_logprobs(
     data: TokenData, num_top: int, spell: Texts, bytes_of: Callable[[int], bytes]
 ) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice, with one entry for each token. bytes_of: returns the
-    bytes of a token."""
+    """Return `logprobs` of a chat choice. `spell` writes a token and `bytes_of` returns its
+    bytes."""
 
     def entry(token_id: int, log_prob: float | None) -> dict[str, Any]:
         return {
@@ -77,8 +76,8 @@ def chat_logprobs(
 
 
 def token_logprobs(data: TokenData, num_top: int) -> dict[str, Any]:
-    """Return `logprobs` of /inference/v1/generate, by token id. Entries have keys for old and new
-    clients. `top_logprobs` begin with the token itself, so there may be `num_top` + 1 of them."""
+    """Return `logprobs` of /inference/v1/generate, by token id. `top_logprobs` begin with the token
+    itself and have up to `num_top` + 1 entries."""
     content = []
     for token_id, log_prob, rank, top in data.each(num_top):
         ranks = _ranks(token_id, rank, top) if top else {}
@@ -93,7 +92,7 @@ def token_logprobs(data: TokenData, num_top: int) -> dict[str, Any]:
 
 def _token_entry(token_id: int, log_prob: float | None, rank: int | None) -> dict[str, Any]:
     return {
-        "token": f"token_id:{token_id}",
+        "token": f"token_id:{token_id}",  # old and new clients read different keys
         "token_id": token_id,
         "logprob": None if log_prob is None else finite(log_prob),
         "rank": rank or None,
@@ -101,7 +100,8 @@ def _token_entry(token_id: int, log_prob: float | None, rank: int | None) -> dic
 
 
 def prompt_logprobs(data: TokenData, num_top: int, texts: Texts) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs`: alternatives by id with ranks, the prompt's own token first."""
+    """Return `prompt_logprobs`: the alternatives of each prompt token by id, with ranks. The
+    prompt's own token comes first."""
     rows: list[dict[str, Any] | None] = []
     for token_id, log_prob, rank, top in data.each(num_top):
         if log_prob is None:

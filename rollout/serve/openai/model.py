@@ -1,7 +1,7 @@
-"""Routes that describe the served model and use its tokenizer, for clients without a tokenizer.
+"""Routes that describe the served model and use its tokenizer: /v1/models, /tokenize and others.
 
-Used by `rollout.serve.app` through `model_routes`, and by `rollout.serve.openai.chat`, which
-renders and encodes conversations by `chat_ids`. They change nothing.
+`rollout.serve.app` registers `model_routes`. `rollout.serve.openai.chat` renders conversations by
+`chat_ids`. All functions only read the state.
 """
 
 from __future__ import annotations
@@ -83,9 +83,8 @@ async def _tokenize(request: web.Request, body: TokenizeBody) -> web.Response:
 async def chat_ids(
     state: ServerState, body: ChatBody | TokenizeBody, *, max_tokens: int | None
 ) -> list[int]:
-    """Render a conversation by the chat template and return its ids. max_tokens: limit of
-    TokenTexts.encode; None for none. Raises ApiError, also for fields the template does not
-    read."""
+    """Render a conversation by the chat template and return its token ids. `max_tokens` is the
+    limit of TokenTexts.encode. Raises ApiError, also for fields that the template does not read."""
     if not body.messages:
         raise ApiError(400, "messages is empty; give at least one", param="messages")
     if state.template is None and body.chat_template is None:
@@ -119,7 +118,6 @@ async def chat_ids(
 
 
 def _check_template_reads(body: ChatBody | TokenizeBody, source: str) -> None:
-    """Raise ApiError for documents and a reasoning effort that the template does not read."""
     if body.documents and "documents" not in source:
         raise ApiError(
             400,

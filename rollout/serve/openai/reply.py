@@ -1,7 +1,7 @@
-"""Replies of the openai protocol: whole or streamed, with usage and provenance.
+"""Runs a request of the openai protocol and sends its reply, whole or streamed.
 
-Used by `rollout.serve.openai` (completions, chat, tokens_in_out). Each has a subclass of Job, which
-`send_reply` runs.
+Used by `rollout.serve.openai` (completions, chat, tokens_in_out). Each of these modules has a
+subclass of Job, which `send_reply` runs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from rollout.text import Tokenizer
 
 Request = DynamicInferenceRequest
 Body = TypeVar("Body", bound=ReplyFields)
-# Returns chunks of one choice. Called with each run of new tokens, then with the finished request.
+# Returns the chunks for a run of new tokens of one choice, or for its finished request at the end.
 ChoiceStream = Callable[[TokenRun | Request], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(ABC):
-    """A checked request and its generation, from which the reply is made.
+    """A checked request and its generation.
 
-    head: fields at the beginning of the reply, or of each of its chunks.
-    prompts: token ids of each prompt.
+    head: fields at the beginning of the reply, and of each of its chunks.
     counts_generated: whether generated tokens are returned and counted in the usage.
     """
 
@@ -61,11 +60,11 @@ class Job(ABC):
 
     @abstractmethod
     def choice_stream(self, index: int) -> ChoiceStream:
-        """Return a function that makes the chunks of the choice `index`."""
+        """Return a function that makes the chunks of choice `index`."""
 
 
 async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
-    """Generate the job's samples, and answer with the whole reply or with a stream of chunks."""
+    """Generate the job's samples and send the whole reply or a stream of chunks."""
     if job.is_streamed:
         return await _stream(request, job)
     requests = await job.generation.results()
@@ -74,8 +73,6 @@ async def send_reply(request: web.Request, job: Job) -> web.StreamResponse:
 
 
 async def _stream(request: web.Request, job: Job) -> web.StreamResponse:
-    """Send the chunks of all choices as they come, each with the head, then the usage, if the
-    client asked for it. With `continuous_usage_stats` each chunk has its choice's usage so far."""
     streams: dict[int, ChoiceStream] = {}
     ended: dict[int, Request] = {}
     num_generated: defaultdict[int, int] = defaultdict(int)
@@ -108,7 +105,7 @@ async def _stream(request: web.Request, job: Job) -> web.StreamResponse:
 def _add_usage(
     chunks: Sequence[dict[str, Any]], num_prompt: int, num_before: int, num_generated: int
 ) -> None:
-    """Add a choice's usage so far to its chunks. The last chunk has the new tokens."""
+    """Add a choice's usage to its chunks. Only the last chunk counts the new tokens."""
     for chunk in chunks:
         chunk["usage"] = _usage(num_prompt, num_generated if chunk is chunks[-1] else num_before)
 
@@ -122,11 +119,8 @@ def total_usage(
     *,
     counts_generated: bool = True,
 ) -> dict[str, Any]:
-    """Return the usage of a reply with these requests, ordered by prompt.
-
-    Each prompt counts once. A prompt's tokens count as cached if no sample of it had to compute
-    them. counts_generated: False if generated tokens are dropped.
-    """
+    """Return the usage of a reply. `requests` are the samples in the order of their prompts. Each
+    prompt counts once. A prompt's tokens count as cached if no sample had to compute them."""
     num_prompt = sum(map(len, prompts))
     num_generated = sum(len(r.generated_tokens) for r in requests) if counts_generated else 0
     cached = [request.num_cached_tokens or 0 for request in requests]
@@ -147,12 +141,12 @@ def _usage(num_prompt: int, num_generated: int) -> dict[str, Any]:
 
 
 def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-    """Return `weights_version`, the version under which the request entered, and lists with a value
-    for each of the first `num_tokens` generated tokens (None: all of them).
+    """Return `weights_version` (the version when the request entered) and lists with one value per
+    token. The lists cover the first `num_tokens` generated tokens, or all if it is None.
 
-    policy_staleness, kv_cache_staleness: number of versions by which the token's weights, and its
-    KV, were behind when the request ended. context_kv_version_min: oldest version in the KV that
-    the token attended to.
+    policy_staleness: versions by which a token's weights were behind when the request ended.
+    kv_cache_staleness: versions by which a token's KV was behind when the request ended.
+    context_kv_version_min: oldest version in the KV to which a token attended.
     """
     start = len(request.prompt_tokens)
     policy, kv = request.policy_staleness, request.kv_cache_staleness
@@ -168,20 +162,19 @@ def provenance(request: Request, num_tokens: int | None = None) -> dict[str, Any
 
 
 def new_id(prefix: str, given: str | None) -> str:
-    """Return the id of a reply: the client's, or a new one."""
+    """Return `prefix` and the client's id, or `prefix` and a new id."""
     return f"{prefix}-{given or uuid.uuid4().hex}"
 
 
 def priority_of(given: int | None) -> int:
-    """Return the engine's priority for a client's. As in vLLM, a client's lower number goes
-    first."""
+    """Return the engine's priority of a request. A client's lower number goes first, as in vLLM."""
     return -(given or 0)
 
 
 def check_stream(
     stream: bool | None, options: StreamOptions | None, num_prompt_logprobs: int | None
 ) -> None:
-    """Raise ApiError for stream options without a stream, and for prompt log-probs with one."""
+    """Raise ApiError for stream options without a stream and for prompt log-probs with a stream."""
     if not stream and options not in (None, StreamOptions()):
         raise ApiError(400, "stream_options need stream=true", param="stream_options")
     if stream and num_prompt_logprobs is not None:
@@ -191,8 +184,8 @@ def check_stream(
 
 
 def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = False) -> int | None:
-    """Return max_tokens under either of its names; None if absent. Raises ApiError below `least`.
-    names_echo: whether the error says that 0 is legal with `echo`."""
+    """Return max_tokens or max_completion_tokens, or None if both are absent. Raises ApiError if
+    the number is below `least`. With `names_echo`, the error says that 0 is legal with `echo`."""
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if given is not None and given < least:
         or_echo = ", or 0 with echo" if names_echo and least else ""
@@ -209,7 +202,7 @@ def max_tokens_of(body: SamplingFields, *, least: int = 1, names_echo: bool = Fa
 class TextJob(Job, Generic[Body]):
     """A checked request of /v1/completions or /v1/chat/completions.
 
-    tokenizer: decodes the replies in place of the LLM's tokenizer; None for the LLM's.
+    tokenizer: decodes the replies. None takes the LLM's tokenizer.
     """
 
     body: Body
@@ -230,10 +223,11 @@ class TextJob(Job, Generic[Body]):
         num_prompt_logprobs: int | None,
         **own: Any,
     ) -> Self:
-        """Return the job of a body with checked prompts.
+        """Return the job of a body with checked prompts. Raises ApiError and InvalidRequestError.
 
-        prefix: start of the reply's id. kind: the reply's `object`. own: further fields of the
-        class. Raises ApiError and InvalidRequestError.
+        prefix: start of the reply's id.
+        kind: the reply's `object`.
+        own: further fields of the class.
         """
         params = sampling_params_of(
             body,
@@ -276,11 +270,9 @@ class TextJob(Job, Generic[Body]):
         return self.body.skip_special_tokens is False
 
     def prompt_of(self, choice: int) -> list[int]:
-        """Return the prompt of a choice."""
         return self.prompts[choice // (self.body.n or 1)]
 
     def text_of(self, request: Request) -> str:
-        """Return the text of a finished request."""
         return text_of(
             self.state,
             request,
@@ -289,7 +281,7 @@ class TextJob(Job, Generic[Body]):
         )
 
     def streamed_text(self, choice: int) -> StreamedText | None:
-        """Return a StreamedText for the tokens of a choice; None without a tokenizer."""
+        """Return a StreamedText for a choice's tokens, or None if the LLM has no tokenizer."""
         return streamed_text(
             self.state,
             self.params,
@@ -299,15 +291,16 @@ class TextJob(Job, Generic[Body]):
         )
 
     def prompt_logprobs_of(self, request: Request) -> list[Any] | None:
-        """Return `prompt_logprobs` of a request; None if the client did not ask for them."""
+        """Return `prompt_logprobs` of a request, or None if the client did not ask for them."""
         num_top = self.body.prompt_logprobs
         if num_top is None:
             return None
         return prompt_logprobs(of_prompt(request), num_top, self.state.texts.of)
 
     def ending(self, request: Request, num_tokens: int | None = None) -> dict[str, Any]:
-        """Return the reason why a choice ended. If the client asked for them, add the weights
-        versions and the provenance of its first `num_tokens` tokens (None: all of them)."""
+        """Return the reason why a choice ended, with weights versions and provenance if the client
+        asked for them. Versions and provenance cover the first `num_tokens` tokens, or all if it is
+        None."""
         ending: dict[str, Any] = {
             "finish_reason": request.finish_reason,
             "stop_reason": request.stop_reason,

@@ -1,7 +1,8 @@
-"""POST /inference/v1/generate: token ids in, token ids out.
+"""POST /inference/v1/generate: generates from token ids and returns token ids.
 
-Used by `rollout.serve.app` through `generate_routes`. `_job_of` checks a request; `send_reply`
-generates its tokens and sends the reply. POST /inference/v1/abort_requests aborts by name.
+`rollout.serve.app` registers `generate_routes`. `_job_of` checks a request. `send_reply` of
+`rollout.serve.openai.reply` generates the choices. POST /inference/v1/abort_requests aborts
+requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Request = DynamicInferenceRequest
 
 
 class AbortBody(Fields, kw_only=True):
-    """request_ids: names of requests to abort; unknown names are ignored."""
+    """Body of POST /inference/v1/abort_requests. Unknown `request_ids` are ignored."""
 
     request_ids: list[str]
 
@@ -72,8 +73,6 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job(Job):
-    """A checked request: a prompt to continue."""
-
     body: GenerateBody
 
     def reply(self, requests: Sequence[Request]) -> dict[str, Any]:
@@ -100,7 +99,7 @@ class _Job(Job):
         return chunks
 
     def _choice(self, index: int, data: TokenData) -> dict[str, Any]:
-        """Return a choice, or one chunk of it, without the reason for its end."""
+        """Return a choice, or one chunk of it, without the reason why it ended."""
         num_top = self.body.sampling_params.logprobs
         return {
             "index": index,
@@ -120,7 +119,7 @@ class _Job(Job):
 
 
 def _job_of(state: ServerState, body: GenerateBody) -> _Job:
-    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
+    """Return the job of a checked body. Raises ApiError and InvalidRequestError for a bad body."""
     state.require_model(body.model)
     fields = body.sampling_params
     check_stream(body.stream, body.stream_options, fields.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""The page at `/`, which shows engines, latencies, staleness, and samples while they run and after.
+"""The web page at `/`, which shows a server's engines, running samples and finished samples.
 
-Used by `rollout.serve.app` and `rollout.serve.server`; `rollout.cli.top` shows the same snapshots.
+Used by `rollout.serve.app` and `rollout.serve.server`. `rollout.cli.top` shows the same snapshots.
 """

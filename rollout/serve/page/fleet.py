@@ -1,7 +1,7 @@
-"""Snapshots of a fleet for display: state, counts and rates of each engine.
+"""Snapshots of a fleet for display: the state, counts and rates of each engine.
 
-Used by `rollout.serve.server`, which makes a FleetFeed for `rollout.serve.page.routes`, and by
-`rollout.cli.top` (FleetView). FleetFeed and FleetView only read the engines' counters.
+`rollout.serve.server` makes a FleetFeed, from which `rollout.serve.page.routes` reads snapshots.
+`rollout.cli.top` makes snapshots by a FleetView. Nothing here changes an engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.control.reports import EngineStats, FleetStats
 from rollout.errors import RolloutError
 
-if TYPE_CHECKING:  # it imports torch, which `rollout top` does not need
+if TYPE_CHECKING:  # rollout.serve.llm imports torch, which `rollout top` does not need
     from rollout.serve.llm import ServedLLM
 
 _logger = logging.getLogger(__name__)
@@ -38,9 +38,10 @@ _RATES = {
 class FleetSnapshot:
     """A fleet at one moment.
 
-    time: seconds since 1970. engines: for each engine its "rank", "state", "weights_version",
-    counts, sums of latencies, and rates since the previous snapshot. refused: number of connections
-    and peers that the coordinator has refused, by reason.
+    time: Unix time in seconds.
+    engines: a dict for each engine with its "rank", "state", "weights_version", counts, sums of
+        latencies, and rates since the previous snapshot.
+    refused: number of connections that the coordinator has refused, by reason.
     """
 
     time: float
@@ -55,13 +56,14 @@ class FleetSnapshot:
 
 
 class FleetView:
-    """Makes snapshots of a fleet. It keeps the counters of the previous one, to compute rates."""
+    """Makes snapshots of a fleet. Keeps the previous counters to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, EngineStats]] = {}
 
     def snapshot(self, fleet: FleetStats, now: float | None = None) -> FleetSnapshot:
-        """Return a snapshot of `fleet`. now: seconds of time.monotonic; None reads the clock."""
+        """Return a snapshot of `fleet`. `now` is a time of time.monotonic(), by default the
+        present."""
         now = time.monotonic() if now is None else now
         engines = [self._engine(rank, stats, now) for rank, stats in fleet.engines.items()]
         self._before = {rank: (now, stats) for rank, stats in fleet.engines.items()}
@@ -97,10 +99,10 @@ class FleetView:
 
 
 class FleetFeed:
-    """Reads the engines' counters once a second while anyone watches, once for all watchers. A slow
+    """Reads the engines' counters once a second for all watchers, while there are any. A slow
     watcher misses snapshots.
 
-    num_watchers: number of running `snapshots` iterations: open pages, and `rollout top` programs.
+    num_watchers: number of running `snapshots` iterations, one for each open page or `rollout top`.
     """
 
     def __init__(self, llm: ServedLLM) -> None:
@@ -112,12 +114,12 @@ class FleetFeed:
         self.num_watchers = 0
 
     async def snapshots(self) -> AsyncGenerator[FleetSnapshot, None]:
-        """Yield each new snapshot until `close`."""
+        """Yield each new snapshot until `close` is called."""
         self.num_watchers += 1
         if self._polling is None:
             self._polling = asyncio.ensure_future(self._poll())
         try:
-            while not self._is_closed:  # `close` may come while a page reads the last snapshot
+            while not self._is_closed:  # `close` can be called while a page reads a snapshot
                 await self._is_new.wait()
                 if self._is_closed:
                     return
@@ -130,7 +132,6 @@ class FleetFeed:
                 self._polling = None
 
     def close(self) -> None:
-        """End all iterations of `snapshots`. Later iterations end at once."""
         self._is_closed = True
         self._is_new.set()
 
@@ -139,10 +140,10 @@ class FleetFeed:
         while not self._is_closed:
             try:
                 self._latest = view.snapshot(await self._llm.fleet_stats())
-            except RolloutError as error:  # a fleet that is ending or busy
+            except RolloutError as error:  # the fleet is ending or busy
                 _logger.debug("the engines returned no counters: %s", error)
             else:
-                # Wake the pages that wait now; the next wait needs an event that is not set.
+                # Wakes the present watchers. The next wait needs an event that is not set.
                 self._is_new.set()
                 self._is_new = asyncio.Event()
             await asyncio.sleep(INTERVAL_S)

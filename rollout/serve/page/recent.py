@@ -1,7 +1,7 @@
-"""RecentSamples: the latest finished samples of a server, and their form on the page.
+"""RecentSamples: the latest finished samples of a server, and their JSON for the page.
 
-Made by `rollout.serve.server`. LiveRequests adds the samples of a request when the request is over;
-`rollout.serve.page.routes` reads them.
+`rollout.serve.server` makes it. LiveRequests adds the samples of each ended request, and
+`rollout.serve.page.routes` reads them. `rollout.serve.page.running` uses a limit of this module.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ MAX_SHOWN_PROMPT_TOKENS = 60
 class Sample:
     """A finished sample.
 
-    serial: its number among all finished samples of the server, from 0. time: end of its request,
-    in seconds since 1970. num_tokens: tokens of its prompt and output.
+    serial: number of the sample among the server's finished samples, from 0.
+    time: Unix time in seconds at which the request ended.
+    num_tokens: tokens of prompt and output.
     """
 
     serial: int
@@ -40,9 +41,9 @@ class Sample:
 
 
 class RecentSamples:
-    """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens, and drops the oldest first.
+    """Keeps up to MAX_SAMPLES samples and MAX_TOKENS tokens, and drops the oldest samples first.
 
-    num_added: number of samples added since the server's start, which is the next sample's serial.
+    num_added: number of samples added so far, which is the serial of the next sample.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,11 @@ class RecentSamples:
         self.num_added = 0
 
     def add_ended(self, futures: Iterable[RequestFuture]) -> None:
-        """Add the records of the futures that have one, and drop the oldest samples over the
-        limits. Records become text only when a page asks, in `shown_sample`."""
+        """Add the records of finished futures. Drop the oldest samples above the limits."""
         for future in futures:
             if not future.done() or future.cancelled() or future.exception() is not None:
                 continue
-            record = future.result()
+            record = future.result()  # `shown_sample` decodes it when a page asks
             num_tokens = sum(segment.num_tokens for segment in record.requests)
             sample = Sample(
                 serial=self.num_added, time=time.time(), record=record, num_tokens=num_tokens
@@ -68,7 +68,7 @@ class RecentSamples:
                 self._num_tokens -= self._samples.popleft().num_tokens
 
     def since(self, serial: int, limit: int) -> list[Sample]:
-        """Return the samples from `serial` on, at most the latest `limit`, oldest first."""
+        """Return the latest `limit` samples from `serial` on, oldest first."""
         found: list[Sample] = []
         for sample in reversed(self._samples):
             if sample.serial < serial or len(found) == limit:
@@ -80,11 +80,13 @@ class RecentSamples:
 def shown_sample(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
     """Return a sample as JSON for the page.
 
-    It has the end of the prompt, the first generated tokens with their log-probs, weights versions
-    and KV staleness, and the number of all generated tokens by staleness. Staleness is relative to
-    the version at which the sample ended. "log_probs" is None unless the request asked for them.
-    "first_token_s" and "token_s" are the time to the first token and the mean time between two
-    tokens, in seconds; None if there were none.
+    It has the end of the prompt and the first generated tokens, with their log-probs, weights
+    versions and KV staleness. Staleness is relative to the version at which the sample ended.
+
+    policy_counts, kv_counts: number of generated tokens by staleness.
+    log_probs: rounded log-probs, or None if the request asked for none.
+    first_token_s: seconds to the first token, or None.
+    token_s: mean seconds between two tokens, or None if there are fewer than two tokens.
     """
     request = sample.record.merge()
     num_prompt = len(request.prompt_tokens)

@@ -1,6 +1,6 @@
-"""The page at `/`: three static files, and a stream of server-sent events.
+"""The web page at `/`: three static files, and a stream of server-sent events.
 
-Used by `rollout.serve.app` (`page_routes`) and `rollout.cli.serve` (`example_request`). Browsers
+`rollout.serve.app` registers `page_routes`. `rollout.cli.serve` prints `example_request`. Browsers
 and `rollout.cli.top` read the stream.
 """
 
@@ -28,7 +28,7 @@ _FILES = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
 }
-# The page loads nothing from other hosts, and text of a sample cannot run as a script.
+# The page loads nothing from other hosts, and a sample's text cannot run as a script.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -36,8 +36,7 @@ _POLICY = (
 
 
 def page_routes() -> list[Route]:
-    """Return the routes. The files hold no data and need no key; /events needs the inference
-    key."""
+    """Return the routes of the page. Only /events needs the inference key."""
     static = [
         Route(method="GET", path=path, handler=_file(*found), access=Access.OPEN)
         for path, found in _FILES.items()
@@ -63,9 +62,10 @@ def _file(name: str, content_type: str) -> Handler:
 
 
 async def _events(request: web.Request, body: Any) -> web.StreamResponse:
-    """Send `fleet` events once a second, `samples` events with newly finished samples, and
-    `running` events with new tokens of running ones. The query's `samples` is the most samples that
-    are sent with each `fleet` event; 0 sends neither finished nor running samples."""
+    """Send server-sent events to the page. A `fleet` event has the engines' counters, once a
+    second. A `samples` event has newly finished samples. A `running` event has new tokens of
+    running samples. The query's `samples` limits the samples with each `fleet` event. 0 sends no
+    samples."""
     state = request.app[STATE]
     limit = _num_samples(request.query.get("samples", str(_DEFAULT_NUM_SAMPLES)))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
@@ -96,8 +96,8 @@ async def _events(request: web.Request, body: Any) -> web.StreamResponse:
 
 
 async def _send_running(state: ServerState, response: web.StreamResponse) -> None:
-    """Send `running` events until the client disconnects or this is cancelled. An event has all
-    followed samples that run, each with the tokens that the client lacks."""
+    """Send `running` events until the client disconnects. Each event has all followed samples, with
+    the tokens that the client lacks."""
     num_sent: dict[int, int] = {}
     with state.running.page(), suppress(ConnectionError, asyncio.TimeoutError):
         while True:
@@ -110,8 +110,7 @@ async def _send_running(state: ServerState, response: web.StreamResponse) -> Non
 
 
 def _about(state: ServerState) -> dict[str, Any]:
-    """Return what the page says of the server. "example": a request to send; None if the protocols
-    have no route that generates."""
+    """Return what the page shows about the server. "example" is a request to send, or None."""
     return {
         "model": state.served_name,
         "started": state.created,
@@ -121,8 +120,8 @@ def _about(state: ServerState) -> dict[str, Any]:
 
 
 def example_request(state: ServerState) -> dict[str, str] | None:
-    """Return "path" and "body", as JSON, of a request that the server answers with generated text,
-    or without a tokenizer with token ids. None if its protocols have no route that generates."""
+    """Return the path and JSON body of a request that generates text, or token ids if there is no
+    tokenizer. Return None if the server's protocols have no route that generates."""
     protocols, has_text = state.config.protocols, state.llm.tokenizer is not None
     prompt: str | list[int] = "Once upon a time" if has_text else [1, 2, 3]
     num_tokens = min(64, max(1, state.max_model_len // 4))

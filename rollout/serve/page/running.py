@@ -1,8 +1,8 @@
-"""RunningSamples: the newest tokens of a few samples that generate now, for open pages.
+"""RunningSamples: the newest tokens of a few running samples, for open pages.
 
-Made by `rollout.serve.server`. `rollout.serve.generation` adds samples and tokens;
-`rollout.serve.page.routes` counts the open pages and reads the samples. It keeps nothing while no
-page is open.
+`rollout.serve.server` makes it. `rollout.serve.generation` adds samples and tokens.
+`rollout.serve.page.routes` counts open pages and reads samples. Nothing is kept while no page is
+open.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from rollout.serve.token_texts import TokenTexts
 from rollout.text import PromptIds
 
 MAX_RUNNING = 6  # samples
-MAX_RUNNING_TOKENS = 200  # of a sample
-# Most samples of a request whose tokens are streamed to the server for the page alone.
+MAX_RUNNING_TOKENS = 200  # per sample
+# Most samples of a request that the engines stream only for the page.
 _MAX_REQUEST_SAMPLES = 64
-_MAX_TOKENS_PER_CHARACTER = 4  # of UTF-8, if each byte is a token
+_MAX_TOKENS_PER_CHARACTER = 4  # a UTF-8 character has up to 4 bytes, and a token can be a byte
 
 
 class RunningSample:
-    """The end of the prompt and the newest tokens of a sample.
+    """The end of the prompt and the newest MAX_RUNNING_TOKENS tokens of a sample.
 
-    serial: its number among the followed samples, from 0. time: seconds since 1970 at which the
-    page began to follow it. num_tokens: tokens generated so far; the newest MAX_RUNNING_TOKENS of
-    them are kept.
+    serial: number of the sample among the followed samples, from 0.
+    time: Unix time in seconds at which the sample was first followed.
+    num_tokens: tokens generated so far.
     """
 
     def __init__(self, serial: int, prompt: PromptIds) -> None:
@@ -42,18 +42,19 @@ class RunningSample:
         self._tokens: deque[tuple[int, int]] = deque(maxlen=MAX_RUNNING_TOKENS)  # (id, version)
 
     def add(self, run: TokenRun) -> None:
-        """Add newly generated tokens."""
         versions = run.policy_versions.tolist()
         self._tokens.extend(zip(run.token_ids.tolist(), versions, strict=True))
         self.num_tokens = run.end
 
     def shown(self, num_sent: int | None, texts: TokenTexts) -> dict[str, Any]:
-        """Return as JSON the tokens that a page lacks. num_sent: value of `num_tokens` when the
-        page got tokens last; None if it does not know the sample, which adds the prompt."""
+        """Return as JSON the tokens that a page lacks. `num_sent` is the value of `num_tokens` at
+        the page's last update, or None if the page does not know the sample. Then the prompt is
+        included."""
         kept = list(self._tokens)
-        num_before = self.num_tokens - len(kept)  # not kept any more, or never seen
+        num_before = self.num_tokens - len(kept)  # tokens that were dropped or never added
         start = max(0, (num_sent or 0) - num_before)
-        context = max(0, start - _MAX_TOKENS_PER_CHARACTER)  # may hold a part of a character
+        # The tokens before `start` can be a part of its character.
+        context = max(0, start - _MAX_TOKENS_PER_CHARACTER)
         pieces = texts.pieces_of([token for token, _ in kept[context:]], more_follow=True)
         shown: dict[str, Any] = {
             "serial": self.serial,
@@ -69,11 +70,8 @@ class RunningSample:
 
 
 class RunningSamples:
-    """Follows up to MAX_RUNNING samples while a page is open.
-
-    A sample that began before it could be followed is followed from its next tokens on, if its
-    client streams.
-    """
+    """Follows up to MAX_RUNNING samples while a page is open. A streamed sample for which there is
+    no room at first is followed later, from its next tokens on."""
 
     def __init__(self) -> None:
         self._num_pages = self._num_followed = 0
@@ -82,7 +80,6 @@ class RunningSamples:
 
     @contextmanager
     def page(self) -> Iterator[None]:
-        """Count a page as open during the block."""
         self._num_pages += 1
         try:
             yield
@@ -92,7 +89,7 @@ class RunningSamples:
                 self._samples.clear()
 
     def samples(self) -> list[RunningSample]:
-        """Return the followed samples that run now, the one followed longest first."""
+        """Return the followed samples, oldest first."""
         return list(self._samples.values())
 
     @property
@@ -100,12 +97,12 @@ class RunningSamples:
         return self._num_pages > 0 and len(self._samples) < MAX_RUNNING
 
     def wants_stream(self, num_samples: int) -> bool:
-        """Return whether to stream a request of `num_samples`, whose client wants no stream, for
-        the page."""
+        """Return whether to stream a request of `num_samples` for the page, although its client
+        does not."""
         return self._has_room and num_samples <= _MAX_REQUEST_SAMPLES
 
     def follow(self, future: RequestFuture) -> None:
-        """Follow a sample, if a page is open and there is room."""
+        """Follow a sample if a page is open and there is room."""
         if self._has_room and not future.done():
             sample = RunningSample(self._num_followed, future.prompt_tokens)
             self._num_followed += 1
@@ -113,7 +110,7 @@ class RunningSamples:
             future.add_done_callback(self._end)
 
     def add(self, future: RequestFuture, run: TokenRun) -> None:
-        """Add new tokens of a sample, and follow it if it is not followed yet."""
+        """Add new tokens of a sample. Follow the sample first if there is room."""
         if not self._num_pages:
             return
         if future not in self._samples:
@@ -122,7 +119,7 @@ class RunningSamples:
             sample.add(run)
 
     def read(self, streams: Sequence[RequestStream]) -> None:
-        """Follow samples, and read their streams to the end, which nobody else reads."""
+        """Follow samples of a client that does not stream, and read their streams to the end."""
         for stream in streams:
             self.follow(stream.future)
             reader = asyncio.ensure_future(self._read(stream))

@@ -1,7 +1,7 @@
 """SGLang's control routes: aborts, pauses, memory, weight updates and information.
 
-Used by `rollout.serve.app` through `sglang_routes`. The handlers hold no state: they call Pausing,
-WeightTransfer and LiveRequests.
+`rollout.serve.app` registers `sglang_routes`. The handlers call Pausing, WeightTransfer and
+LiveRequests, which hold the state.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PauseBody(Fields, kw_only=True):
 
 
 class MemoryBody(Fields, kw_only=True):
-    """tags: names of resources; null names all of them."""
+    """Names of the resources to release or restore. null names all of them."""
 
     tags: list[str] | None = None
 
@@ -138,7 +138,7 @@ class LoadsQuery(Fields, kw_only=True):
 
 
 def sglang_routes() -> list[Route]:
-    """Return SGLang's routes, except /generate and /server_info."""
+    """Return SGLang's routes except /generate and /server_info."""
     admin = partial(admin_route, errors=sglang_admin_form)
     get = partial(get_route, errors=sglang_admin_form)
     resume = "End a pause; let the engines load the tensors that came in it"
@@ -190,8 +190,8 @@ async def _pause(request: web.Request, body: PauseBody) -> web.Response:
 
 
 async def _continue(request: web.Request, body: Any) -> web.Response:
-    """Commit the tensors that arrived during the pause as one update, then end the pause. If the
-    engines refuse the update, its error is answered and the pause continues."""
+    """Commit the tensors that arrived during the pause, then end the pause. If the engines refuse
+    the tensors, answer with the error and keep the pause."""
     control = request.app[CONTROL]
     if control.transfer.is_open:
         await control.transfer.finish()
@@ -216,8 +216,8 @@ async def _restore(request: web.Request, body: MemoryBody) -> web.Response:
 
 
 def _resources(tags: Sequence[str] | None) -> Sequence[str]:
-    """Return the resources that `tags` name; all resources if there are no tags. "cuda_graph" is
-    skipped, since captured graphs have no memory of their own here."""
+    """Return the resources that `tags` name, or all resources if there are no tags."""
+    # Captured graphs have no separate memory here.
     return [tag for tag in tags if tag != "cuda_graph"] if tags else RESOURCES
 
 
@@ -228,7 +228,7 @@ async def _update_from_disk(request: web.Request, body: DiskBody) -> web.Respons
     live, control = request.app[STATE].live, request.app[CONTROL]
     if body.abort_all_requests:
         live.abort()
-    num_paused = live.num_samples if control.pausing.mode is not None else 0
+    num_paused = live.num_unfinished_samples if control.pausing.mode is not None else 0
     await control.transfer.load(body.model_path, body.weight_version)
     return success("the weights are updated", num_paused_requests=num_paused)
 
@@ -254,8 +254,8 @@ async def _destroy_group(request: web.Request, body: GroupNameBody) -> web.Respo
 
 
 async def _update_from_distributed(request: web.Request, body: DistributedBody) -> web.Response:
-    """Receive tensors. During a pause the first call begins a round, which `_continue` commits,
-    because SGLang's clients mark the end of an update only by the end of the pause."""
+    """Receive tensors. During a pause the first call begins an update, which `_continue`
+    commits."""
     control = request.app[CONTROL]
     if body.load_format not in _PACKINGS:
         control.transfer.leave(body.group_name)  # the size of the broadcasts is unknown
@@ -266,6 +266,7 @@ async def _update_from_distributed(request: web.Request, body: DistributedBody) 
         )
     if body.abort_all_requests:
         request.app[STATE].live.abort()
+    # The end of the pause is all by which SGLang's clients mark the end of an update.
     if control.pausing.mode is not None and not control.transfer.is_open:
         control.transfer.begin()
     await control.transfer.receive(
@@ -286,7 +287,9 @@ async def _loads(request: web.Request, body: Any) -> web.Response:
     state = request.app[STATE]
     stats = await state.llm.stats()
     num_running = stats.num_running + stats.num_paused
-    num_waiting = max(0, state.live.num_samples - num_running) + state.limiter.num_waiting
+    num_waiting = (
+        max(0, state.live.num_unfinished_samples - num_running) + state.limiter.num_waiting
+    )
     load = {"dp_rank": 0, "num_running_reqs": num_running, "num_waiting_reqs": num_waiting}
     return json_response({"loads": [load]})
 

@@ -1,7 +1,7 @@
-"""POST /generate of SGLang: prompts in, tokens with log-probs at the sampling temperature out.
+"""SGLang's POST /generate: generates from prompts, with log-probs at the sampling temperature.
 
-Used by `rollout.serve.app` through `generate_routes`. It checks the request, submits its samples to
-the LLM through Generation, and writes the reply or the events.
+`rollout.serve.app` registers `generate_routes`. The handler submits samples to the LLM through
+Generation and writes the reply or a stream of events.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def generate_routes() -> list[Route]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """A checked request, and its generations. The lists from `prompts` on have an entry for each
+    """A checked request and its generations. Lists after `generations` have an entry for each
     sample.
 
     is_list: whether the reply is a list.
-    rids: the client's names of the requests.
-    only_scores: whether the client wants only prompt log-probs (max_new_tokens=0). The engine makes
-    one token all the same, which is dropped.
-    start_len: first prompt position whose log-prob is returned; -1 returns none.
-    spell: returns a token's text for a row of log-probs, or None if the client wants no texts.
-    started_at: arrival of the request, in seconds of perf_counter.
+    rids: the client's request names.
+    only_scores: whether the client wants only prompt log-probs (max_new_tokens=0). The token that
+        the engine generates is dropped.
+    start_len: first prompt position whose log-prob is returned. -1 returns none.
+    spell: returns a token's text, or None if the client wants no texts in log-prob rows.
+    started_at: arrival of the request in seconds of perf_counter.
     """
 
     state: ServerState
@@ -105,7 +105,7 @@ async def _generate(request: web.Request, body: GenerateBody) -> web.StreamRespo
 
 
 async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
-    """Check a body and return its job. Raises ApiError and InvalidRequestError."""
+    """Return the job of a checked body. Raises ApiError and InvalidRequestError for a bad body."""
     if body.top_logprobs_num and not body.return_logprob:
         raise ApiError(
             400,
@@ -128,7 +128,7 @@ async def _job_of(state: ServerState, body: GenerateBody) -> _Job:
         check_length(state, len(prompt), own.max_new_tokens)
     params = [_params_of(state, body, own) for own in each]
     is_uniform = not isinstance(sampling, list) and not isinstance(body.rid, list)
-    # One generation if possible; a prompt with its own rid or parameters needs its own generation.
+    # A prompt with its own rid or parameters needs its own Generation, else one is enough.
     parts = [slice(None)] if is_uniform else [slice(i, i + 1) for i in range(len(prompts))]
     if body.stream and len(parts) > 1:
         raise ApiError(400, "a stream takes one rid and one set of sampling_params")
@@ -172,7 +172,6 @@ def _per_sample(values: Sequence[Any], each: Sequence[SglangSampling]) -> list[A
 
 
 def _check_counts(sampling: SglangSampling) -> None:
-    """Raise ApiError for a negative or contradictory number of tokens."""
     most, least = sampling.max_new_tokens, sampling.min_new_tokens or 0
     if most is not None and most < 0:
         raise ApiError(400, f"max_new_tokens={most} must be at least 0", param="max_new_tokens")
@@ -191,7 +190,7 @@ def _start_len(body: GenerateBody) -> int:
 
 
 async def _prompts_of(state: ServerState, body: GenerateBody) -> tuple[list[list[int]], bool]:
-    """Return the ids of all prompts, and whether the request is a batch. Raises ApiError."""
+    """Return the ids of all prompts and whether the request is a batch. Raises ApiError."""
     if body.input_ids is not None and body.text is not None:
         raise ApiError(400, "give input_ids or text, not both", param="input_ids")
     ids: Any = body.input_ids
@@ -249,7 +248,6 @@ def _params_of(state: ServerState, body: GenerateBody, given: SglangSampling) ->
 
 
 def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
-    """Return the reply of a finished sample."""
     only_scores = job.only_scores[index]
     data = _NOTHING if only_scores else of_generated(request)
     text = ""
@@ -271,7 +269,8 @@ def _reply(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _meta_info(job: _Job, index: int, data: TokenData) -> dict[str, Any]:
-    """Return the meta_info of a sample with the tokens `data`; `_reply` completes it at the end."""
+    """Return the first part of a sample's meta_info, for the tokens in `data`. `_reply` adds the
+    fields of a finished sample."""
     meta: dict[str, Any] = {
         "id": job.rids[index],
         "finish_reason": None,
@@ -299,7 +298,6 @@ def _input_logprobs(job: _Job, index: int, request: Request) -> dict[str, Any]:
 
 
 def _rows(data: TokenData, spell: Spell) -> list[list[Any]]:
-    """Return a row [log-prob, id, text] for each token."""
     pairs = zip(data.log_probs or [], data.token_ids, strict=True)
     return [[None if lp is None else finite(lp), i, spell(i)] for lp, i in pairs]
 
@@ -312,7 +310,6 @@ def _top_rows(data: TokenData, num_top: int, spell: Spell) -> list[Any]:
 
 
 def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
-    """Return the finish_reason of a finished sample's meta_info. num_tokens: returned tokens."""
     if request.finish_reason == "stop" and num_tokens:
         matched = request.stop_reason
         return {
@@ -321,7 +318,7 @@ def _finish_reason(request: Request, num_tokens: int) -> dict[str, Any]:
         }
     if request.finish_reason in ("stop", "length"):
         return {"type": "length", "length": num_tokens}
-    # Clients read from the first words whether the reply has tokens.
+    # Clients tell by the first words whether the reply has tokens.
     where = "in decoding" if num_tokens else "before prefill"
     return {"type": "abort", "message": f"Abort {where}", "status_code": None, "err_type": None}
 
@@ -335,8 +332,8 @@ def _version_at_end(state: ServerState, request: Request) -> str:
 
 
 async def _stream(request: web.Request, job: _Job) -> web.StreamResponse:
-    """Send an event for each new run of tokens. As in SGLang, each event has all of the sample's
-    text, ids and log-probs so far."""
+    """Send an event for each run of tokens. As in SGLang, each event repeats the sample's text, ids
+    and log-probs so far."""
     (generation,) = job.generations
     stall_s = job.state.config.stalled_stream_timeout_s
     so_far = [TokenData(token_ids=[], log_probs=[], top=[]) for _ in job.prompts]

@@ -1,6 +1,6 @@
-"""The body of SGLang's POST /generate.
+"""The body of SGLang's POST /generate, with the fields that SGLang's clients send.
 
-`rollout.serve.app` decodes it, `rollout.serve.sglang.generate` reads it.
+`rollout.serve.sglang.generate` reads it. The annotation of a field without effect says why.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ FlatRows = Annotated[Any, refused("log-probs come as rows of [log-prob, id, text
 
 
 class SglangSampling(Fields, kw_only=True):
-    """`sampling_params` of GenerateBody, under SGLang's names.
-
-    max_new_tokens: limit on generated tokens; null generates as many as fit into the context.
-    """
+    """`sampling_params` of GenerateBody, under SGLang's names. A null max_new_tokens allows as many
+    tokens as fit into the context."""
 
     max_new_tokens: int | None = 128
     min_new_tokens: int | None = None
@@ -80,11 +78,12 @@ class SglangSampling(Fields, kw_only=True):
 
 
 class GenerateBody(Fields, kw_only=True):
-    """POST /generate, with one prompt or a list of prompts. For a list, `sampling_params` and `rid`
-    may be lists with one entry for each prompt.
+    """Body of POST /generate, with one prompt or a list of prompts. For a list, `sampling_params`
+    and `rid` can be lists with one entry for each prompt.
 
-    rid: name of the request, for aborts. cache_salt, extra_key: requests share cached prefixes only
-    if both are equal. priority: a request with a higher number runs first.
+    rid: name of the request, for aborts.
+    cache_salt, extra_key: requests share cached prefixes only if both are equal.
+    priority: a request with a higher number runs first.
     """
 
     input_ids: list[int | list[int]] | None = None

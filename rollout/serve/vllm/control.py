@@ -1,7 +1,7 @@
-"""vLLM's control routes: pause, sleep, weight updates; and prime-rl's updates from directories.
+"""vLLM's control routes: pause, sleep and weight updates. prime-rl's updates use them, too.
 
-Used by `rollout.serve.app` through `vllm_routes`. The handlers hold no state: they call Pausing,
-WeightTransfer and LiveRequests.
+`rollout.serve.app` registers `vllm_routes`. The handlers call Pausing, WeightTransfer and
+LiveRequests, which hold the state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollout.serve.llm import ServedLLM
 from rollout.serve.responses import json_response
 from rollout.serve.state import STATE, Route, admin_route, get_route
 
-# vLLM has one group, without a name. Our trainers' store has its addresses under this name.
+# vLLM's only group has no name. Trainers of this project keep its addresses under this name.
 GROUP = "weight_transfer"
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 _MODES = {mode.value: mode for mode in (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)}
@@ -50,16 +50,17 @@ class StartBody(Fields, kw_only=True):
 
 
 class VllmAbortBody(Fields, kw_only=True):
-    """request_ids: requests to abort; all, if absent or empty."""
+    """Names of the requests to abort. All requests are aborted if `request_ids` is absent or
+    empty."""
 
     request_ids: list[str] | None = None
 
 
 class InitInfo(Fields, kw_only=True):
-    """How to join the trainer's group, as vLLM's clients send it.
+    """How to join the trainer's process group, as vLLM's clients send it.
 
-    backend: our own field, a backend of torch.distributed; None for weight_transfer_backend of the
-    server.
+    backend: torch.distributed backend. vLLM has no such field. None takes the server's
+        weight_transfer_backend.
     """
 
     master_address: str = ""
@@ -79,7 +80,7 @@ class InitBody(Fields, kw_only=True):
 
 
 class UpdateInfo(Fields, kw_only=True):
-    """Tensors that are broadcast now. packed: as in InitInfo; older trainers send it here."""
+    """Tensors that are broadcast now. Older trainers send `packed` here instead of in InitInfo."""
 
     names: list[str] = msgspec.field(default_factory=list)
     dtype_names: list[str] = msgspec.field(default_factory=list)
@@ -91,17 +92,16 @@ class UpdateInfo(Fields, kw_only=True):
 
 
 class UpdateBody(Fields, kw_only=True):
-    """An update as vLLM's clients send it (update_info) or as prime-rl does (weight_dir).
-
-    update_info: also a list with one entry, for the one rank of this server.
-    """
+    """An update as vLLM's clients (`update_info`) or prime-rl (`weight_dir`) send it. `update_info`
+    can be a list with one entry, because this server is one rank."""
 
     update_info: UpdateInfo | list[UpdateInfo] | None = None
     weight_dir: str | None = None
 
 
 class CheckerBody(Fields, kw_only=True):
-    """action: "checksum", or "compare", which needs `baseline`, an earlier answer's checksums."""
+    """The action is "checksum" or "compare". "compare" needs `baseline`, the checksums of an
+    earlier answer."""
 
     action: str = "checksum"
     baseline: dict[str, str] | None = None
@@ -126,7 +126,7 @@ class SleepQuery(Fields, kw_only=True):
 
 
 class WakeQuery(Fields, kw_only=True):
-    """tags: may be given several times."""
+    """The resources to restore. `tags` can be given several times."""
 
     tags: str | None = None
 
@@ -142,7 +142,6 @@ class WorldSizeQuery(Fields, kw_only=True):
 
 
 def vllm_routes() -> list[Route]:
-    """Return vLLM's control routes."""
     join = "Join the trainer's group"
     load = "Receive tensors that are broadcast, or load a directory"
     finish = "Let the engines load the received tensors"
@@ -243,7 +242,7 @@ async def _reset_prefix_cache(request: web.Request, body: ResetBody) -> web.Resp
 
 
 async def _world_size(request: web.Request, body: Any) -> web.Response:
-    """Answer 1: all engines together are one rank, since they share the received tensors."""
+    # All engines together are one rank, because they share the received tensors.
     return json_response({"world_size": 1})
 
 
@@ -266,9 +265,8 @@ async def _weight_checker(request: web.Request, body: CheckerBody) -> web.Respon
 
 
 async def weight_checksums(llm: ServedLLM) -> dict[str, str]:
-    """Return the checksum of each weight by name, asking the engines page by page. Raises ApiError
-    if engines differ, if there is no engine, and if the weights are released or change
-    meanwhile."""
+    """Return the checksum of each weight by name. Raises ApiError if engines serve different
+    weights, there is no engine, or weights are released or change meanwhile."""
     found: dict[str, str] = {}
     versions: set[int] = set()
     num_weights = 1
@@ -342,7 +340,8 @@ def _mode(request: web.Request) -> PauseMode:
 
 
 def _flag(request: web.Request, name: str, *, default: bool = False) -> bool:
-    """Return a boolean of the query, or `default` without it. Raises ApiError for other text."""
+    """Return a boolean of the query, or `default` if it is absent. Raises ApiError for other
+    text."""
     text = request.query.get(name)
     if text is None:
         return default

@@ -250,12 +250,12 @@ class Broadcasts:
 
     def send(self, bucket_N: Tensor, key: str, check: Callable[[], None], timeout_s: float) -> None:
         """Broadcast the bucket. `key` and `check` are not used."""
-        self._broadcast(bucket_N, timeout_s)
+        self.broadcast(bucket_N, timeout_s)
 
     def receive(self, num_bytes: int, timeout_s: float) -> Tensor:
         """Receive the broadcast bucket into this member's buffer and return it."""
         bucket_N = self.buffer(num_bytes)
-        self._broadcast(bucket_N, timeout_s)
+        self.broadcast(bucket_N, timeout_s)
         return bucket_N
 
     def taken(self, key: str) -> None:
@@ -264,7 +264,8 @@ class Broadcasts:
     def close(self) -> None:
         """No-op: the group is freed with its last reference."""
 
-    def _broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
+    def broadcast(self, bytes_N: Tensor, timeout_s: float) -> None:
+        """Send contiguous bytes from rank 0, or receive them. Raises RuntimeError if it fails."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=timeout_s)

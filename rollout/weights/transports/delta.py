@@ -1,9 +1,9 @@
 """DeltaTransport: pushes only the values that have changed since the push before.
 
-A push becomes a link of a chain, which another transport carries. The first link has all tensors.
-Each later link has the elements whose bits have changed since the link before. The last tensor of a
-link is a description, with the checksums of the weights before and after the link. WeightMirror
-applies the links at an engine. Used by `rollout.weights.transports.registry`.
+Another transport carries each push as a link of a chain. The first link has all tensors. Each
+later link has the elements whose bits have changed since the link before. The last tensor of a link
+is a description, with the checksums of the weights before and after the link. WeightMirror applies
+the links at an engine. Used by `rollout.weights.transports.registry`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LinkDescription(msgspec.Struct, frozen=True):
     """Description of a link in a chain of deltas.
 
     `builds_on` is the checksum of the tensors before the link; "" for the first link. `result` is
-    the checksum of the tensors after the link. `removed` has the names of tensors that the link
-    removes. `parent` is the address and the tensors' checksum of the link before; None if the
-    carrier does not keep links.
+    the checksum of the tensors after the link. `removed` names the tensors that it removes.
+    `parent` is the previous link's address and `tensors_checksum`; None for the first link, and if
+    links are not kept.
     """
 
     builds_on: str
@@ -88,7 +88,7 @@ class DeltaTransport:
 
     @property
     def kind(self) -> str:
-        """The carrier's kind. A source of this transport is a link if it has a `builds_on`."""
+        """The carrier's kind. A WeightsSource is a link if its `builds_on` is not None."""
         return self._carrier.kind
 
     @property
@@ -97,8 +97,8 @@ class DeltaTransport:
         return self._carrier.committed
 
     def publish(self, named_tensors: NamedTensors) -> WeightsSource:
-        """Publish the elements that have changed since the push before, or all tensors of an
-        adapter. Raises WeightUpdateError as the carrier does."""
+        """Publish the changed elements, or all tensors for an adapter or the first link of a chain.
+        Raises WeightUpdateError as the carrier does."""
         self.roll_back()
         if isinstance(named_tensors, LoraAdapter):
             return self._carrier.publish(named_tensors)
@@ -112,7 +112,7 @@ class DeltaTransport:
         self._carrier.send(source)
 
     def commit(self) -> None:
-        """Commit the carrier's push. The next link builds on this link."""
+        """Commit the carrier's push. The next delta builds on this link."""
         self._carrier.commit()
         if self._link is not None:
             self._checksum, self._source = self._link.result, self._carrier.committed
