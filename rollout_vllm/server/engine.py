@@ -185,8 +185,8 @@ def _server_config(server: VllmServer) -> dict[str, Any]:
         )
     if config["speculative_config"] and config["device_config"]["device"] == "cpu":
         raise ConfigError(
-            "the vLLM server has speculative decoding on a CPU, where vLLM verifies drafts with wrong "
-            "temperatures; start it without"
+            "the vLLM server has speculative decoding on a CPU, where vLLM verifies drafts with "
+            "wrong temperatures; start it without"
         )
     mode = config["model_config"]["logprobs_mode"]
     if mode not in LOGPROBS_MODES:
