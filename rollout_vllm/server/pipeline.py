@@ -43,10 +43,13 @@ class _Results:
         """Add a token. `described`: its log-prob and the most likely tokens, if asked for."""
         self.request_ids.append(request_id)
         self.token_ids.append(token_id)
-        self.logprobs.append(math.nan if described is None else described["logprob"])
-        self.ranks.append(0 if described is None else described["rank"] or 0)
-        # The sampled token comes first, the most likely tokens follow.
-        self.top.append(() if described is None else described["top_logprobs"][1:])
+        # The server replaces log-probs that are not finite, and leaves out their ranks.
+        rank = None if described is None else described["rank"]
+        self.logprobs.append(math.nan if not described or rank is None else described["logprob"])
+        self.ranks.append(rank or 0)
+        # The sampled token comes first, whatever its rank.
+        likely = described["top_logprobs"] if described else ()
+        self.top.append(sorted(likely, key=lambda token: token["rank"] or math.inf))
 
     def samples(self) -> SampleResult:
         """Return the tokens as arrays. Rows with fewer likely tokens are filled up with zeros."""

@@ -147,8 +147,10 @@ class ServerScheduler:
             seed = mix_seed(seed, num_generated)  # vLLM would draw the first numbers again
         params = replace(params, seed=seed, min_tokens=max(0, params.min_tokens - num_generated))
         num_new = max(1, rule.max_length - len(request.tokens))
-        arguments = sampling_arguments(params, num_new, rule, wants_prompt_logprobs=False)
-        arguments = {name: value for name, value in arguments.items() if value is not None}
+        given = sampling_arguments(params, num_new, rule, wants_prompt_logprobs=False)
+        arguments = {name: value for name, value in given.items() if value is not None}
+        if arguments.get("logprobs"):
+            arguments["logprobs"] += 1  # the server counts the sampled token among the likely ones
         if rule.end_ids:
             arguments["stop_token_ids"] = list(rule.end_ids)
         return {

@@ -220,7 +220,10 @@ def test_stop_token_ids_and_top_n_follow_the_vllm_server(engine: Engine) -> None
     assert request.generated_tokens == tokens[: tokens.index(stop) + 1]
     assert (request.finish_reason, request.stop_reason) == ("stop", stop)
     assert request.generated_top_n_logprobs is not None
-    assert all(len(top) == 2 for top in request.generated_top_n_logprobs if top is not None)
+    for token, top in zip(tokens, request.generated_top_n_logprobs, strict=False):
+        assert top is not None
+        assert [token, len(top)] == [next(iter(top)), 2]  # greedy: the first one is sampled
+        assert list(top.values()) == sorted(top.values(), reverse=True)
 
 
 def test_suspend_recompute_continues_requests_of_a_vllm_server(engine: Engine) -> None:
