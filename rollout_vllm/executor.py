@@ -168,8 +168,13 @@ class VllmExecutor:
         )
 
     def _announced(self, announced: AnnouncedWeights) -> AnnouncedWeights:
-        """Verify names, shapes and dtypes of tensors whose values the sender has checked."""
-        _check_names(announced, self._shapes)
+        """Verify names, shapes and dtypes, and that the sender has found no NaN or infinity."""
+        _check_names(announced, self._shapes, "model's directory")
+        if self._rejects and not announced.is_finite:
+            raise WeightUpdateError(
+                "a tensor of the push holds NaN or infinity; the serving weights are kept. "
+                "reject_non_finite_weights=False accepts it"
+            )
         for name, tensor in announced.items():
             self._check_form(name, tensor, self._shapes[name])
         return announced
@@ -246,7 +251,7 @@ class VllmExecutor:
     ) -> dict[str, Tensor]:
         """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
         names and shapes in `shapes`."""
-        _check_names(given, shapes)
+        _check_names(given, shapes, "model's directory or of its module")
         tensors: dict[str, Tensor] = {}
         with blaming() as blame:
             for name in sorted(given):  # gathering is a collective, in one order on all ranks
@@ -382,8 +387,11 @@ class VllmExecutor:
             self._is_closed = True
 
 
-def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise WeightUpdateError unless the tensors have the names in `shapes`."""
+def _check_names(
+    given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str
+) -> None:
+    """Raise WeightUpdateError unless the tensors have the names in `shapes`. `owner`: whose names
+    the update may have, for the error."""
     for kind, names in (
         ("lacks", shapes.keys() - given.keys()),
         ("has the unknown", given.keys() - shapes.keys()),
@@ -392,7 +400,7 @@ def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
             listed = ", ".join(repr(name) for name in sorted(names)[:3])
             raise WeightUpdateError(
                 f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
-                "all tensors under the names of the model's directory or of its module"
+                f"all tensors under the names of the {owner}"
             )
 
 
