@@ -38,7 +38,7 @@ from rollout.worker.worker import process_bytes
 from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
 from rollout_vllm.live_module import LiveModule
 from rollout_vllm.ranks import require_workers
-from rollout_vllm.reload import repair_reload
+from rollout_vllm.reload import drop_partial_load, repair_reload
 from rollout_vllm.stamps import StampingScheduler
 from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
@@ -283,9 +283,11 @@ class VllmExecutor:
                 )
         if isinstance(staged.tensors, AnnouncedWeights):
             self.receiver.join(staged.tensors)  # the last call that may fail without harm
-        self.has_values = False
+        has_failed, self.has_values = not self.has_values, False
         self._num_commits += 1
         try:
+            if has_failed:
+                self._core.collective_rpc(drop_partial_load)
             fingerprints = self._load(staged)
         except Exception as error:
             raise WeightUpdateError(
