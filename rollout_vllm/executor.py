@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm.v1.engine.core import EngineCore
@@ -281,19 +284,18 @@ class VllmExecutor:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
-        if isinstance(staged.tensors, AnnouncedWeights):
-            self.receiver.join(staged.tensors)  # the last call that may fail without harm
-        has_failed, self.has_values = not self.has_values, False
-        self._num_commits += 1
-        try:
-            if has_failed:
-                self._core.collective_rpc(drop_partial_load)
-            fingerprints = self._load(staged)
-        except Exception as error:
-            raise WeightUpdateError(
-                f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
-                "are mixed, so that no step runs until a full update is committed"
-            ) from error
+        with self._loadable(staged) as load:  # the last call that may fail without harm
+            has_failed, self.has_values = not self.has_values, False
+            self._num_commits += 1
+            try:
+                if has_failed:
+                    self._core.collective_rpc(drop_partial_load)
+                fingerprints = load()
+            except Exception as error:
+                raise WeightUpdateError(
+                    f"vLLM failed to load the update ({type(error).__name__}: {error}); its "
+                    "weights are mixed, so that no step runs until a full update is committed"
+                ) from error
         self.has_values = True
         self.is_finite = not any(num_bad for _, num_bad in fingerprints.values())
         self._fingerprints, self._checkpoint = fingerprints, None
@@ -301,30 +303,32 @@ class VllmExecutor:
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
-    def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
-        """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
-        if not isinstance(staged.tensors, AnnouncedWeights):
-            self._reload(staged.tensors)
-            return staged.fingerprints
-        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(staged.tensors)
-        if (found := checksum_of(fingerprints)) != staged.checksum:
+    @contextmanager
+    def _loadable(self, staged: StagedTensors) -> Iterator[Callable[[], Mapping[str, Fingerprint]]]:
+        """Bring the tensors to where all workers reach them. Yields the function that lets the
+        workers load them in place, and returns the tensors' fingerprints. Raises WeightUpdateError
+        if the tensors cannot be brought there."""
+        if isinstance(staged.tensors, AnnouncedWeights):
+            self.receiver.join(staged.tensors)
+            yield partial(self._receive, staged.tensors, staged.checksum)
+        elif isinstance(self._core.model_executor, UniProcExecutor):
+            tensors = iter(staged.tensors.items())
+            yield partial(self._reload, staged, weights_iterator=tensors)
+        else:
+            with _file_of(staged.tensors) as directory:
+                yield partial(self._reload, staged, weights_path=directory)
+
+    def _receive(self, announced: AnnouncedWeights, checksum: str) -> Mapping[str, Fingerprint]:
+        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(announced)
+        if (found := checksum_of(fingerprints)) != checksum:
             raise WeightUpdateError(
-                f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
-                "announced"
+                f"the tensors that arrived have the checksum {found}, not {checksum} as announced"
             )
         return fingerprints
 
-    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
-        if isinstance(self._core.model_executor, UniProcExecutor):
-            self._core.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
-            )
-            return
-        # Worker processes map one file, so that tensors are neither pickled nor copied for each.
-        with TemporaryDirectory(prefix="rollout-vllm-", dir=_SHARED_MEMORY) as directory:
-            on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-            save_file(_without_shared_memory(on_host), Path(directory) / WEIGHTS_FILE)
-            self._core.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+    def _reload(self, staged: StagedTensors, **source: Any) -> Mapping[str, Fingerprint]:
+        self._core.collective_rpc("reload_weights", kwargs=source)
+        return staged.fingerprints
 
     def set_version(self, version: int) -> None:
         self.require_values("change the version of the weights")
@@ -418,6 +422,25 @@ def _fingerprints(
             found = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
             hashed, num_bad = found.tolist()
             yield name, (hashed, num_bad)
+
+
+@contextmanager
+def _file_of(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a directory with the tensors in shared memory, which worker processes map: tensors are
+    neither pickled nor copied for each. Raises WeightUpdateError if it cannot be written."""
+    with ExitStack() as stack:
+        try:
+            made = TemporaryDirectory(prefix="rollout-vllm-", dir=_SHARED_MEMORY)
+            directory = stack.enter_context(made)
+            on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+            save_file(_without_shared_memory(on_host), Path(directory) / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise WeightUpdateError(
+                f"the update cannot be written to {_SHARED_MEMORY}, where vLLM's worker processes "
+                f"read it: {error}; the serving weights are kept. Make it larger, such as by "
+                "docker's --shm-size"
+            ) from error
+        yield directory
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
