@@ -173,7 +173,7 @@ wheel: $(STAMP)
 # With that machine's own Python, which has torch for its device: no virtual environment.
 gpu-check:
 	@$(PYTHON) scripts/gpu_check.py $(if $(AGAIN),again $(AGAIN),first)
-	@if $(PYTHON) -c 'import vllm' 2>/dev/null; then OUT=outputs/gpu-check-vllm $(PYTHON) scripts/gpu_check.py vllm; fi
+	@if $(PYTHON) -c 'import vllm' 2>/dev/null; then OUT="$${OUT:-outputs/gpu-check}/vllm" $(PYTHON) scripts/gpu_check.py vllm; fi
 
 clean:
 	rm -rf $(VENV) $(VENV312) $(VENV_VLLM) .doors .peers build dist *.egg-info outputs multirun wandb site .gpu .hypothesis .pytest_cache .ruff_cache .mypy_cache

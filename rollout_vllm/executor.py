@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from vllm.v1.engine.core import EngineCore
@@ -38,7 +41,7 @@ from rollout.worker.worker import process_bytes
 from rollout_vllm.adapters import BaseWeights, check_targets, merged_weights
 from rollout_vllm.live_module import LiveModule
 from rollout_vllm.ranks import require_workers
-from rollout_vllm.reload import repair_reload
+from rollout_vllm.reload import drop_partial_load, repair_reload
 from rollout_vllm.stamps import StampingScheduler
 from rollout_vllm.transfer_receiver import AnnouncedWeights, WeightReceiver
 
@@ -168,8 +171,13 @@ class VllmExecutor:
         )
 
     def _announced(self, announced: AnnouncedWeights) -> AnnouncedWeights:
-        """Verify names, shapes and dtypes of tensors whose values the sender has checked."""
-        _check_names(announced, self._shapes)
+        """Verify names, shapes and dtypes, and that the sender has found no NaN or infinity."""
+        _check_names(announced, self._shapes, "model's directory")
+        if self._rejects and not announced.is_finite:
+            raise WeightUpdateError(
+                "a tensor of the push holds NaN or infinity; the serving weights are kept. "
+                "reject_non_finite_weights=False accepts it"
+            )
         for name, tensor in announced.items():
             self._check_form(name, tensor, self._shapes[name])
         return announced
@@ -246,7 +254,7 @@ class VllmExecutor:
     ) -> dict[str, Tensor]:
         """Return whole plain tensors, sorted by name. Raises WeightUpdateError unless they have the
         names and shapes in `shapes`."""
-        _check_names(given, shapes)
+        _check_names(given, shapes, "model's directory or of its module")
         tensors: dict[str, Tensor] = {}
         with blaming() as blame:
             for name in sorted(given):  # gathering is a collective, in one order on all ranks
@@ -276,17 +284,18 @@ class VllmExecutor:
                 raise WeightUpdateError(
                     "other weights were committed after this adapter was staged; stage it again"
                 )
-        if isinstance(staged.tensors, AnnouncedWeights):
-            self.receiver.join(staged.tensors)  # the last call that may fail without harm
-        self.has_values = False
-        self._num_commits += 1
-        try:
-            fingerprints = self._load(staged)
-        except Exception as error:
-            raise WeightUpdateError(
-                f"vLLM failed to load the update ({type(error).__name__}: {error}); its weights "
-                "are mixed, so that no step runs until a full update is committed"
-            ) from error
+        with self._loadable(staged) as load:  # the last call that may fail without harm
+            has_failed, self.has_values = not self.has_values, False
+            self._num_commits += 1
+            try:
+                if has_failed:
+                    self._core.collective_rpc(drop_partial_load)
+                fingerprints = load()
+            except Exception as error:
+                raise WeightUpdateError(
+                    f"vLLM failed to load the update ({type(error).__name__}: {error}); its "
+                    "weights are mixed, so that no step runs until a full update is committed"
+                ) from error
         self.has_values = True
         self.is_finite = not any(num_bad for _, num_bad in fingerprints.values())
         self._fingerprints, self._checkpoint = fingerprints, None
@@ -294,30 +303,32 @@ class VllmExecutor:
         self._set(version)
         return sum(tensor.nbytes for tensor in staged.tensors.values())
 
-    def _load(self, staged: StagedTensors) -> Mapping[str, Fingerprint]:
-        """Let all workers load the tensors in place. Returns the tensors' fingerprints."""
-        if not isinstance(staged.tensors, AnnouncedWeights):
-            self._reload(staged.tensors)
-            return staged.fingerprints
-        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(staged.tensors)
-        if (found := checksum_of(fingerprints)) != staged.checksum:
+    @contextmanager
+    def _loadable(self, staged: StagedTensors) -> Iterator[Callable[[], Mapping[str, Fingerprint]]]:
+        """Bring the tensors to where all workers reach them. Yields the function that lets the
+        workers load them in place, and returns the tensors' fingerprints. Raises WeightUpdateError
+        if the tensors cannot be brought there."""
+        if isinstance(staged.tensors, AnnouncedWeights):
+            self.receiver.join(staged.tensors)
+            yield partial(self._receive, staged.tensors, staged.checksum)
+        elif isinstance(self._core.model_executor, UniProcExecutor):
+            tensors = iter(staged.tensors.items())
+            yield partial(self._reload, staged, weights_iterator=tensors)
+        else:
+            with _file_of(staged.tensors) as directory:
+                yield partial(self._reload, staged, weights_path=directory)
+
+    def _receive(self, announced: AnnouncedWeights, checksum: str) -> Mapping[str, Fingerprint]:
+        fingerprints: Mapping[str, Fingerprint] = self.receiver.receive(announced)
+        if (found := checksum_of(fingerprints)) != checksum:
             raise WeightUpdateError(
-                f"the tensors that arrived have the checksum {found}, not {staged.checksum} as "
-                "announced"
+                f"the tensors that arrived have the checksum {found}, not {checksum} as announced"
             )
         return fingerprints
 
-    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
-        if isinstance(self._core.model_executor, UniProcExecutor):
-            self._core.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
-            )
-            return
-        # Worker processes map one file, so that tensors are neither pickled nor copied for each.
-        with TemporaryDirectory(prefix="rollout-vllm-", dir=_SHARED_MEMORY) as directory:
-            on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-            save_file(_without_shared_memory(on_host), Path(directory) / WEIGHTS_FILE)
-            self._core.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+    def _reload(self, staged: StagedTensors, **source: Any) -> Mapping[str, Fingerprint]:
+        self._core.collective_rpc("reload_weights", kwargs=source)
+        return staged.fingerprints
 
     def set_version(self, version: int) -> None:
         self.require_values("change the version of the weights")
@@ -382,8 +393,11 @@ class VllmExecutor:
             self._is_closed = True
 
 
-def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise WeightUpdateError unless the tensors have the names in `shapes`."""
+def _check_names(
+    given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str
+) -> None:
+    """Raise WeightUpdateError unless the tensors have the names in `shapes`. `owner`: whose names
+    the update may have, for the error."""
     for kind, names in (
         ("lacks", shapes.keys() - given.keys()),
         ("has the unknown", given.keys() - shapes.keys()),
@@ -392,7 +406,7 @@ def _check_names(given: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ..
             listed = ", ".join(repr(name) for name in sorted(names)[:3])
             raise WeightUpdateError(
                 f"the update {kind} {len(names)} of the checkpoint's tensors ({listed}); send "
-                "all tensors under the names of the model's directory or of its module"
+                f"all tensors under the names of the {owner}"
             )
 
 
@@ -408,6 +422,25 @@ def _fingerprints(
             found = hash_on(tensor.device)(tensor, hashed_dtype(tensor.dtype))
             hashed, num_bad = found.tolist()
             yield name, (hashed, num_bad)
+
+
+@contextmanager
+def _file_of(tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a directory with the tensors in shared memory, which worker processes map: tensors are
+    neither pickled nor copied for each. Raises WeightUpdateError if it cannot be written."""
+    with ExitStack() as stack:
+        try:
+            made = TemporaryDirectory(prefix="rollout-vllm-", dir=_SHARED_MEMORY)
+            directory = stack.enter_context(made)
+            on_host = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+            save_file(_without_shared_memory(on_host), Path(directory) / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise WeightUpdateError(
+                f"the update cannot be written to {_SHARED_MEMORY}, where vLLM's worker processes "
+                f"read it: {error}; the serving weights are kept. Make it larger, such as by "
+                "docker's --shm-size"
+            ) from error
+        yield directory
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,10 @@ class LiveModule:
         """The module without values; None if transformers does not have it."""
         import transformers
 
-        config = transformers.AutoConfig.from_pretrained(self._directory)
+        try:
+            config = transformers.AutoConfig.from_pretrained(self._directory)
+        except (OSError, ValueError):  # a model type that only vLLM knows
+            return None
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if kind is None:
             return None

@@ -1,7 +1,8 @@
-"""repair_reload: makes vLLM's reload of weights right on CPUs.
+"""repair_reload and drop_partial_load: mend what vLLM leaves wrong when it loads weights again.
 
-VllmExecutor runs it in each of vLLM's workers, once, when the model is loaded. vLLM computes on a
-CPU from packed copies of weights. Its reload leaves two kinds of packed copies as they were.
+VllmExecutor runs both in each of vLLM's workers, the first once, when the model is loaded. vLLM
+computes on a CPU from packed copies of weights. Its reload leaves two kinds of packed copies as
+they were.
 """
 
 from __future__ import annotations
@@ -23,6 +24,21 @@ def repair_reload(worker: Any) -> str:
     if current_platform.is_cpu():
         _repair_tied_heads(model)
     return _repair_experts(model)
+
+
+def drop_partial_load(worker: Any) -> None:
+    """Drop the tensors that a broken load has left in the worker's model.
+
+    vLLM 0.32 buffers a layer's tensors until all have arrived. The next load would count the old
+    tensors too, and finish the layer before all new ones have arrived.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in worker.get_model().modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _repair_experts(model: nn.Module) -> str:

@@ -66,7 +66,8 @@ class VllmSuspension:
             self._mode = chosen
         if KV_CACHE in release and self._is_in_place:
             self._mode = chosen
-            self._released = [*{*self._released, KV_CACHE}]
+            if KV_CACHE not in self._released:
+                self._released.append(KV_CACHE)
             if chosen is _Mode.RECOMPUTE:
                 self._core.reset_prefix_cache(reset_running_requests=True)
                 requeued = self._scheduler.take_preempted()

@@ -23,6 +23,9 @@ import torch
 from rollout.errors import ConfigError
 
 KIND = "vllm:"  # and the backend: the `kind` of these WeightsSources
+# Their `address` has four words: HOST:PORT of the store, the push's id, FINITE unless a tensor
+# holds NaN or infinity, and the GPU that an "ipc" engine must share.
+FINITE = "finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

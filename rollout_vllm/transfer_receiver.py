@@ -31,7 +31,7 @@ from rollout.weights.source import WeightsSource
 from rollout.weights.transports.collective import OVER, put, read, wait_for
 from rollout.weights.update import Fingerprint
 from rollout_vllm.gloo_engine import register_gloo
-from rollout_vllm.transfer import BACKENDS, KIND, Call, Go, Member, unpack_payload
+from rollout_vllm.transfer import BACKENDS, FINITE, KIND, Call, Go, Member, unpack_payload
 
 _CONNECT_S = 20.0
 _WATCH_S = 0.5
@@ -47,7 +47,8 @@ _logger = logging.getLogger(__name__)
 class AnnouncedWeights(Mapping[str, Tensor]):
     """The tensors of a push that will arrive during its commit. They are on the meta device.
 
-    store: the sender's. push_id, backend: the push's. slot, num_calls, first_call: this engine's
+    is_finite: whether they have no NaN or infinity, by the sender's word. store: the sender's.
+    push_id, backend: the push's. slot, num_calls, first_call: this engine's
     slot, the calls that it has executed, and the first one that changes weights; `join` and
     `receive` set them.
     """
@@ -57,6 +58,7 @@ class AnnouncedWeights(Mapping[str, Tensor]):
     store: Any
     push_id: str
     num_members: int
+    is_finite: bool
     slot: int = -1
     num_calls: int = 0
     first_call: Call | None = None
@@ -99,7 +101,7 @@ class WeightReceiver:
                 "engine"
             )
         backend = source.kind.removeprefix(KIND)
-        where, push_id, device = (*source.address.split(" "), "")[:3]
+        where, push_id, finite, device = source.address.split(" ")
         self._check_devices(backend, device)
         entries = source.entries().items()
         try:
@@ -110,6 +112,7 @@ class WeightReceiver:
                 connect_store(host, int(port), _CONNECT_S),
                 push_id,
                 source.num_members,
+                finite == FINITE,
             )
             _check_running(announced)
         except _FAULTS as error:
@@ -237,7 +240,10 @@ def _watching(announced: AnnouncedWeights) -> Iterator[None]:
         yield
         return
     is_done = threading.Event()
-    watch = threading.Thread(target=_watch, args=(announced, is_done), daemon=True)
+    # The call after this one, named before `_execute` counts this one.
+    following = f"{announced.push_id}/call/{announced.num_calls + 1}"
+    arguments = announced.store, following, is_done
+    watch = threading.Thread(target=_watch, args=arguments, daemon=True)
     watch.start()
     try:
         yield
@@ -247,14 +253,12 @@ def _watching(announced: AnnouncedWeights) -> Iterator[None]:
 
 
 def _watch(
-    announced: AnnouncedWeights,
-    is_done: threading.Event,
-    end: Callable[[int], object] = os._exit,
+    store: Any, key: str, is_done: threading.Event, end: Callable[[int], object] = os._exit
 ) -> None:
-    key = f"{announced.push_id}/call/{announced.num_calls + 1}"  # the call after the running one
+    """End this process if the store closes or gets `key`, and `is_done` is not set soon."""
     while not is_done.wait(_WATCH_S):
         try:
-            has_ended = announced.store.check([key])
+            has_ended = store.check([key])
         except RuntimeError:
             has_ended = True
         if has_ended and not is_done.wait(_HANG_S):

@@ -27,7 +27,7 @@ from rollout.weights.transports.collective import OVER, put, read, wait_for
 from rollout.weights.transports.reading import TensorReader
 from rollout.weights.update import NamedTensors, streamed
 from rollout_vllm.gloo_engine import GlooTrainerInitInfo, register_gloo
-from rollout_vllm.transfer import KIND, Call, Go, Member, pack_payload, require_backend
+from rollout_vllm.transfer import FINITE, KIND, Call, Go, Member, pack_payload, require_backend
 
 LATE_S = 5.0
 CALL_S = 300.0
@@ -137,6 +137,7 @@ class VllmTransport:
         self._num_pushes = 0
         self._sending = threading.Lock()  # held while a push is sent
         self._push: _Push | None = None
+        self._unsent: _Push | None = None  # the push that `send` will send
         self._sent: _Push | None = None  # the push whose keys are in the store
         self._source, self._relay = _Tensors(), _Relay(self._call)
         self._sender: Any = None  # vLLM's trainer engine, with its group
@@ -168,20 +169,26 @@ class VllmTransport:
         self._num_pushes += 1
         source = WeightsSource(
             kind=self.kind,
-            address=f"{self._host}:{self._port} {self._num_pushes}-{uuid.uuid4().hex} "
-            + (_device_id(self._device) if self._backend.is_on_one_gpu else ""),
+            address=" ".join(
+                (
+                    f"{self._host}:{self._port}",
+                    f"{self._num_pushes}-{uuid.uuid4().hex}",
+                    FINITE if self._reader.is_finite else "",
+                    _device_id(self._device) if self._backend.is_on_one_gpu else "",
+                )
+            ),
             manifest=pack_manifest(_entries(tensors)),
             checksum="",
             tensors_checksum=checksum,
             is_kept=False,
         )
-        self._push = _Push(self._num_pushes, source, tensors)
+        self._push = self._unsent = _Push(self._num_pushes, source, tensors)
         return source
 
     def send(self, source: WeightsSource) -> None:
         """Wait until the engines commit, and let vLLM send the tensors to them. Returns early if
         the push is rolled back. Raises WeightUpdateError if an engine or vLLM fails."""
-        push = self._push
+        push, self._unsent = self._unsent, None  # also if it was rolled back meanwhile
         assert push is not None, "it was published"
         assert push.source is source, "and nothing after it"
         with self._sending:

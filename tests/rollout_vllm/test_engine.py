@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rollout import EngineStateError, SamplingParams
+from rollout import EngineStateError, SamplingParams, WeightUpdateError
 from tests.contracts.vllm_engines import BLOCK_SIZE, HAS_VLLM, vllm_engine, vllm_weights
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed: make test-vllm")
@@ -56,5 +57,27 @@ def test_prefix_of_mixed_versions_is_not_found_by_a_request_of_the_same_step() -
         second = engine.add_request(prompt, params)
         engine.step()
         assert {version for *_, version in engine.get_record(second).current.kv_spans} == {1}
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.timeout(600)
+def test_update_that_shared_memory_cannot_hold_leaves_vllm_untouched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Worker processes read an update from a file; here the worker in this process does so."""
+    from rollout_vllm import executor
+
+    engine = vllm_engine()
+    try:
+        monkeypatch.setattr(executor, "UniProcExecutor", ())
+        monkeypatch.setattr(executor, "_SHARED_MEMORY", tmp_path / "absent")
+        before = engine.weights_checksum()
+        with pytest.raises(WeightUpdateError, match=r"absent.*the serving weights are kept.*shm"):
+            engine.update_weights(vllm_weights(1), in_flight=True)
+        assert (engine.weights_checksum(), engine.weights_version) == (before, 0)
+        monkeypatch.setattr(executor, "_SHARED_MEMORY", tmp_path)
+        engine.update_weights(vllm_weights(1), in_flight=True)
+        assert not [*tmp_path.iterdir()]
     finally:
         engine.shutdown()

@@ -19,6 +19,7 @@ from torch import Tensor
 from rollout import EngineStateError, SamplingParams, WeightUpdateError
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import WeightsSource
+from rollout.weights.transports.collective import read
 from rollout.weights.transports.registry import WeightFetcher
 from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_model, vllm_weights
 from tests.rollout_vllm.replay import Replay
@@ -27,7 +28,7 @@ if not HAS_VLLM:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
 
 from rollout_vllm import transfer_receiver
-from rollout_vllm.transfer import KIND
+from rollout_vllm.transfer import KIND, Go
 from rollout_vllm.transfer_sender import VllmTransport
 
 pytestmark = pytest.mark.timeout(600)
@@ -151,6 +152,15 @@ def test_vllm_transport_announces_only_what_it_can_send(
     assert fleet.transport._push is None
 
 
+def test_engine_votes_no_on_nan_that_a_connected_trainer_announces(fleet: Fleet) -> None:
+    """AsyncLLM.connect does not know the engines' reject_non_finite_weights."""
+    transport = VllmTransport("gloo", reject_non_finite=False)
+    source = structs.replace(transport.publish(unfinite()), num_members=1)
+    with pytest.raises(WeightUpdateError, match="holds NaN or infinity; the serving weights are"):
+        fleet.engine.stage_weights(fleet.fetch(source), source_checksum=source.tensors_checksum)
+    transport.close()
+
+
 def test_push_that_is_rolled_back_before_the_commit_leaves_vllm_untouched(fleet: Fleet) -> None:
     version = fleet.engine.weights_version
     with pytest.raises(WeightUpdateError, match="the push was rolled back"):
@@ -159,13 +169,14 @@ def test_push_that_is_rolled_back_before_the_commit_leaves_vllm_untouched(fleet:
 
 
 class Breaking(dict[str, Tensor]):
-    """Tensors of which the fifth cannot be read, once vLLM knows their shapes."""
+    """Tensors of which one cannot be read, once vLLM knows their shapes. vLLM has a part of a fused
+    layer by then."""
 
     is_known = False
 
     def items(self) -> Any:
-        for number, pair in enumerate(super().items()):
-            if self.is_known and number == 4:
+        for pair in super().items():
+            if self.is_known and ("k_proj" in pair[0] or "up_proj" in pair[0]):
                 raise OSError("the trainer broke")
             yield pair
         self.is_known = True
@@ -226,6 +237,17 @@ def test_send_ends_if_no_engine_commits() -> None:
     transport.close()
 
 
+def test_send_ends_a_push_that_was_rolled_back_before() -> None:
+    """An update may fail before the thread of `send` begins. Engines may wait for it by then."""
+    transport = VllmTransport("gloo")
+    source = transport.publish(vllm_weights(1))
+    transport.roll_back()
+    transport.send(source)
+    key = f"{source.address.split(' ')[1]}/go"
+    assert read(transport._store.get(key), Go).fault == "the push was rolled back"
+    transport.close()
+
+
 def test_sender_that_has_ended_is_noticed_before_the_vote(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,18 +259,30 @@ def test_sender_that_has_ended_is_noticed_before_the_vote(
         fleet.fetch(source)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
 def test_process_ends_if_the_sender_ends_while_nccl_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_closed: bool
 ) -> None:
-    """NCCL cannot be interrupted. A store without a server raises RuntimeError."""
+    """NCCL cannot be interrupted. A closed store raises RuntimeError; otherwise the sender's end is
+    the call after the running one, which counts as begun before the thread watches."""
+    has_begun, has_ended = threading.Event(), threading.Event()
+    watch: Any = transfer_receiver._watch
 
     def check(keys: list[str]) -> bool:
-        raise RuntimeError("no connection")
+        if is_closed:
+            raise RuntimeError("no connection")
+        return keys == ["1-a/call/4"]
 
-    ended, announced = threading.Event(), SimpleNamespace(push_id="1-a", num_calls=0)
+    def watch_late(*arguments: Any) -> None:
+        assert has_begun.wait(60)
+        watch(*arguments, lambda code: has_ended.set())
+
+    announced: Any = SimpleNamespace(push_id="1-a", num_calls=3, backend="nccl")
     announced.store = SimpleNamespace(check=check)
     monkeypatch.setattr(transfer_receiver, "_WATCH_S", 0.01)
     monkeypatch.setattr(transfer_receiver, "_HANG_S", 0.01)
-    watch: Any = transfer_receiver._watch
-    watch(announced, threading.Event(), lambda code: ended.set())
-    assert ended.is_set()
+    monkeypatch.setattr(transfer_receiver, "_watch", watch_late)
+    with transfer_receiver._watching(announced):
+        announced.num_calls += 1
+        has_begun.set()
+        assert has_ended.wait(60)

@@ -161,6 +161,7 @@ class CollectiveTransport:
         self._group = ""  # name of the group
         self._engines: tuple[str, ...] = ()  # ids of ranks 1, 2, ... of the group
         self._push: _Push | None = None
+        self._unsent: _Push | None = None  # the push that `send` will send
         self._old: _Push | None = None  # the push whose keys are still in the store
         self.committed: WeightsSource | None = None
 
@@ -182,14 +183,14 @@ class CollectiveTransport:
             is_kept=False,
             builds_on=builds_on,
         )
-        self._push = _Push(self._num_pushes, push_id, named_tensors, source)
+        self._push = self._unsent = _Push(self._num_pushes, push_id, named_tensors, source)
         return source
 
     def send(self, source: WeightsSource) -> None:
         """Form the group with the engines that arrive, and send the tensors. Returns early if the
         push is rolled back. Raises WeightUpdateError if a tensor cannot be read, or if an engine
         disconnects or takes too long."""
-        push = self._push
+        push, self._unsent = self._unsent, None  # also if it was rolled back meanwhile
         assert push is not None, "it was published"
         assert push.source is source, "and nothing after it"
         with self._sending:

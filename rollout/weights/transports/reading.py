@@ -1,7 +1,7 @@
 """TensorReader: reads the tensors of a push once, one after another, and hashes them meanwhile.
 
-Used by the collective, delta, directory and shared transports. Writes only to memory that the
-transports provide.
+Used by the collective, delta, directory and shared transports and by `rollout_vllm`. Writes only to
+memory that the transports provide.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class TensorReader:
         """`device` is where `write` gets the tensors; None means the host. `reject_non_finite`
         refuses NaN and infinity."""
         self._reject_non_finite = reject_non_finite
+        self.is_finite = True  # whether the tensors that were read last had no NaN or infinity
         self._device = device or torch.device("cpu")
         # Created once, on first use, because that compiles kernels.
         self._fingerprint: FingerprintOf | None = None
@@ -104,9 +105,10 @@ class TensorReader:
             raise _copy_failed(name, error) from error
 
     def check_finite(self, fingerprints: Mapping[str, Fingerprint]) -> None:
-        """Raise WeightUpdateError if a tensor has NaN or infinity and `reject_non_finite` is
-        set."""
+        """Set `is_finite`. Raise WeightUpdateError if a tensor has NaN or infinity and
+        `reject_non_finite` is set."""
         bad = [name for name, (_, num_bad) in fingerprints.items() if num_bad]
+        self.is_finite = not bad
         if bad and self._reject_non_finite:
             more = f", as do {len(bad) - 1} others" if len(bad) > 1 else ""
             raise WeightUpdateError(

@@ -108,7 +108,7 @@ def test_collective_fetch_names_a_changed_bucket_on_all_engines(
 ) -> None:
     receivers = [CollectiveReceiver() for _ in range(2)]
     pushed(transport, receivers, weights())
-    group, broadcast = group_of(transport), buckets.Broadcasts._broadcast
+    group, broadcast = group_of(transport), buckets.Broadcasts.broadcast
 
     def tearing(self: buckets.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
         if self is transport._path:
@@ -117,7 +117,7 @@ def test_collective_fetch_names_a_changed_bucket_on_all_engines(
         broadcast(self, bytes_N, timeout_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(buckets.Broadcasts, "_broadcast", tearing)
+        patch.setattr(buckets.Broadcasts, "broadcast", tearing)
         _, fetches = begun(transport, receivers, weights(2.0))
         for fault in faults(fetches):
             assert "bucket 1, of 'a' to 'a', does not match its hash" in fault
@@ -149,7 +149,7 @@ def test_collective_send_ends_at_the_stall_timeout_and_the_next_push_works(
     slow, may_go_on, broadcast = (
         receivers[0]._path,
         threading.Event(),
-        buckets.Broadcasts._broadcast,
+        buckets.Broadcasts.broadcast,
     )
 
     def slowly(self: buckets.Broadcasts, bytes_N: Tensor, timeout_s: float) -> None:
@@ -160,7 +160,7 @@ def test_collective_send_ends_at_the_stall_timeout_and_the_next_push_works(
 
     large = {"w": torch.ones(1 << 22)}  # more than the system holds for a member
     with monkeypatch.context() as patch:
-        patch.setattr(buckets.Broadcasts, "_broadcast", slowly)
+        patch.setattr(buckets.Broadcasts, "broadcast", slowly)
         sending, fetches = begun(transport, receivers, large)
         with pytest.raises(WeightUpdateError, match=r"sending bucket \d failed"):
             sending.result(WAIT_S)
@@ -169,6 +169,18 @@ def test_collective_send_ends_at_the_stall_timeout_and_the_next_push_works(
     transport.roll_back()
     pushed(transport, receivers, weights(3.0))
     transport.close()
+
+
+def test_collective_send_ends_a_push_that_was_rolled_back_before(
+    transport: CollectiveTransport,
+) -> None:
+    """An update may fail before the thread of `send` begins. Engines may wait for it by then."""
+    source = transport.publish(weights())
+    transport.roll_back()
+    transport.send(source)
+    with pytest.raises(WeightUpdateError, match="ended the push: the push was rolled back"):
+        CollectiveReceiver().fetch(structs.replace(source, num_members=1))
+    pushed(transport, [CollectiveReceiver()], weights(2.0))
 
 
 def test_collective_roll_back_ends_a_send_that_waits_for_an_engine(
