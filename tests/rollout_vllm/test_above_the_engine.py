@@ -234,7 +234,7 @@ def test_weight_sync_pushes_a_peft_model_over_vllm(tmp_path: Path) -> None:
         if "lora_" in name:
             parameter.data.normal_(0.0, 0.3, generator=generator)
     with vllm_llm(tmp_path) as llm:
-        assert WeightSync(llm).push(adapted).version == 1
+        assert WeightSync(llm, in_flight=True).push(adapted).version == 1
         requests = llm.generate(PROMPTS, PARAMS, n=2)
         assert gap_to(adapted, requests, 1) < CLOSE
         with adapted.disable_adapter():
