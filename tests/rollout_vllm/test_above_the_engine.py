@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout.cli.main import main
 from tests.contracts.vllm_engines import BLOCK_SIZE, HAS_VLLM, SHAPE
 from tests.serve.chat_model import TEMPLATE, VOCAB_SIZE, tokenizer
 from tests.tiny_models import randomize, tiny_model
+from tests.waiting import until
 from trainer_hooks import (
     AsyncRolloutProducer,
     WeightSync,
@@ -307,11 +309,13 @@ def check_update_while_paused(client: Client, llm: LLM, policy: Any) -> None:
     def ask() -> None:
         replies.append(client.post("/inference/v1/generate", body))
 
+    def runs_or_ended(thread: threading.Thread, num_before: int) -> bool:
+        return not thread.is_alive() or llm.stats().num_sampled_tokens > num_before
+
     while True:
         num_tokens = llm.stats().num_sampled_tokens
         (thread := threading.Thread(target=ask)).start()
-        while thread.is_alive() and llm.stats().num_sampled_tokens == num_tokens:
-            pass
+        until(partial(runs_or_ended, thread, num_tokens), "the request runs")
         client.post("/pause?mode=keep")
         if llm.stats().num_running:
             break
