@@ -1,1 +1,2 @@
-"""Programs that compare the engine with other engines and with physical lower bounds."""
+"""Benchmark programs, run by hand. They compare the engine with other engines and with hardware
+limits."""

@@ -1,12 +1,12 @@
-"""Asynchronous and synchronous GRPO: rewards, and the parts of a step's time.
+"""Compare asynchronous with synchronous GRPO: rewards, and shares of a step's time.
 
     python benchmarks/async_training.py
 
-Both kinds run the demo of `rollout train` with num_engines=1: the engine in one process, the
-trainer in another, and the same prompts, samples and steps. "By turns" (staleness bound 0) each
-waits for the other. "Asynchronous" (bound 1) the engine generates a batch while the trainer trains
-on the one before. For each seed, one kind runs after the other. Writes a Markdown page and a JSON
-file.
+A program, run by hand. For each seed it trains the demo of `rollout train` twice, with the same
+prompts and number of steps. The engine and the trainer run in two processes. In the run "by turns"
+the staleness bound is 0, so engine and trainer wait for each other. In the run "asynchronous" the
+bound is 1: the engine generates a batch while the trainer trains on the batch before. The program
+prints a Markdown page, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ NUM_RESAMPLES = 10_000
 class RunFigures:
     """Figures of one run. Rewards are means of sampled rollouts.
 
-    reward_first, reward_last: over the first and last WINDOW_STEPS steps.
+    reward_first, reward_last: mean reward of the first and of the last WINDOW_STEPS steps.
     greedy_after: reward of greedy decoding on held-out problems at the end.
-    step_s: median seconds of a step. run_s: seconds of all steps.
-    max_staleness: largest policy lag. shares: mean share of each part of a step's time.
-    share_sum_error: largest distance of the sum of a step's shares from 1.
+    step_s, run_s: seconds of a step (median), and of all steps.
+    max_staleness: largest policy lag, in weight versions.
+    shares: mean share of each part of a step's time.
+    share_sum_error: largest distance from 1 of the sum of a step's shares.
     """
 
     kind: str
@@ -68,9 +69,9 @@ class RunFigures:
 
 
 def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> RunFigures:
-    """Run the job once in a process. Returns its figures. Raises CalledProcessError if it fails.
+    """Train one run in a child process, and return its figures.
 
-    `overrides`: further settings, as key=value.
+    `overrides` are more settings, such as "seed=1". Raises CalledProcessError if the run fails.
     """
     subprocess.run(
         [
@@ -93,7 +94,7 @@ def run_job(kind: str, seed: int, directory: Path, overrides: Sequence[str]) -> 
 
 
 def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFigures:
-    """Return the figures of a finished run, read from its metrics file."""
+    """Return the figures of a finished run. `rows` are the lines of its metrics file."""
     steps = [row for row in rows if "reward" in row]
     timed = steps[WARM_STEPS:] or steps
     greedy = [row["eval/greedy_reward"] for row in rows if "eval/greedy_reward" in row]
@@ -114,7 +115,6 @@ def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFig
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 90% bootstrap interval of the mean of per-seed differences."""
     rng = np.random.default_rng(0)
     draws = rng.choice(differences, size=(NUM_RESAMPLES, len(differences))).mean(axis=1)
     low, high = np.quantile(draws, [0.05, 0.95])
@@ -122,7 +122,7 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page: a row per run, then the comparison."""
+    """Return a Markdown page with a row per run, then the comparison."""
     summary, machine = results["summary"], results["machine"]
     heads = ["", "seed", "reward, first steps", "last steps", "greedy", "s/step", "engine idle"]
     heads += ["largest lag", "shares' sum - 1", *SHARES]
@@ -160,7 +160,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
-    """Return the comparison of the two kinds, seed by seed."""
+    """Return the differences between the two kinds of runs, paired by seed."""
     by_kind = {k: [run for run in figures if run.kind == k] for k in KINDS}
     pairs = list(zip(by_kind["asynchronous"], by_kind["by turns"], strict=True))
     differences = [a.reward_last - b.reward_last for a, b in pairs]
@@ -173,7 +173,7 @@ def summary_of(figures: Sequence[RunFigures]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run all jobs, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     parser = results_parser(__doc__)
     parser.add_argument("--seeds", type=at_least_one, default=3)
     parser.add_argument("overrides", nargs="*", help="settings of the demo, as key=value")

@@ -1,11 +1,12 @@
-"""Compiled CPU attention against its lower bounds: one read of the KV, or its FLOPs in torch.mm.
+"""Compare compiled CPU attention with lower bounds of its time.
 
-`python -m benchmarks.attention` prints three tables of ratios. *Decode*: CPU time of a step's
-attention over the time to read as many bytes of the same memory once, in order. *Prefill*: CPU time
-over that of torch.mm for the same floating-point operations. *Shared prefix*: CPU time of rows that
-share blocks over that of the same rows with blocks of their own. Rounds are interleaved; ratios are
-taken within a round, and their medians are shown. The KV caches are larger than the processor's
-caches, so that no KV is there from the round before.
+`python -m benchmarks.attention`, run by hand, prints three tables of ratios of CPU seconds:
+- Decode: attention of a step, over one sequential read of as many bytes.
+- Prefill: attention, over torch.mm with the same number of floating-point operations.
+- Shared prefix: rows that share blocks, over the same rows without shared blocks.
+
+Each ratio is the median over rounds. Decode KV is larger than the CPU's caches, so no KV is still
+cached from the round before.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Case:
     """Shape of one attention call.
 
-    context: tokens of each row, of which the last `num_new` are computed.
+    context: tokens of each row. The last `num_new` of these tokens are computed.
     group: query heads per KV head.
-    shared: first tokens of the context whose blocks all rows share.
+    shared: number of leading context tokens whose blocks all rows share.
     """
 
     num_rows: int
@@ -59,7 +60,6 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V in all contexts."""
         token = 2 * NUM_KV_HEADS * self.head_dim * self.dtype.itemsize
         return self.num_rows * self.context * token
 
@@ -72,9 +72,9 @@ class Case:
 
 
 class Problem:
-    """Inputs and kernel arguments of a case, for as many layers as exceed the processor's caches.
+    """Inputs and kernel arguments of a case.
 
-    A prefill case has one layer.
+    A decode case has enough layers to exceed the CPU's caches. A prefill case has one layer.
     """
 
     def __init__(self, case: Case) -> None:
@@ -105,13 +105,13 @@ class Problem:
             self.args.append(args)
 
     def read_seconds(self) -> float:
-        """Return the CPU seconds of a plain read of one layer's KV, as a share of a read of all."""
+        """Return the CPU seconds to read one layer's KV. Reads all layers and returns one
+        layer's share."""
         words = self._pool.view(-1).view(torch.int32)
         return cpu_seconds(words.amax) * self.case.kv_bytes / self._pool.nbytes
 
 
 def _batch(case: Case, tables_RM: torch.Tensor, kv: Sequence[torch.Tensor]) -> ForwardBatch:
-    """Return the batch that computes the last `num_new` tokens of each row."""
     starts = np.arange(0, (case.num_rows + 1) * case.num_new, case.num_new, dtype=np.int32)
     lens = np.full(case.num_rows, case.context, dtype=np.int32)
     positions = torch.arange(case.context - case.num_new, case.context)
@@ -140,7 +140,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 class Bench:
-    """The compiled kernels, and the measurements of each case in `num_rounds` rounds.
+    """The compiled kernels, and their measurements over `num_rounds` rounds.
 
     Raises SystemExit if this machine has no compiled kernels.
     """
@@ -162,7 +162,7 @@ class Bench:
         self._kernels.attend_prefill_part(addressof(args), scratch, 0, num_rows, 0, 1)
 
     def decode_ratio(self, case: Case) -> tuple[float, float]:
-        """Return GB per second that attention reads, and its time over that of a plain read."""
+        """Return attention's GB/s of KV, and its time over the time of a plain read."""
         problem = Problem(case)
         rounds = []
         for visited in self._cycle(problem):
@@ -173,8 +173,6 @@ class Bench:
         return case.kv_bytes / seconds / 1e9, statistics.median(r for _, r in rounds)
 
     def _decode_all(self, problem: Problem, layers: Sequence[int]) -> float:
-        """Return the CPU seconds of one decode step of each of these layers."""
-
         def work() -> None:
             for layer in layers:
                 self.decode(problem, layer)
@@ -182,7 +180,7 @@ class Bench:
         return cpu_seconds(work)
 
     def _cycle(self, problem: Problem) -> Iterator[list[int]]:
-        """Yield the layers that each round visits, in turn: enough for MIN_SECONDS."""
+        """Yield the layer indices of each round: as many decode calls as take MIN_SECONDS."""
         count = len(problem.args)
         self.decode(problem, 0)
         seconds = cpu_seconds(lambda: self.decode(problem, count - 1))
@@ -192,7 +190,7 @@ class Bench:
             yield list(itertools.islice(turn, length))
 
     def prefill_ratio(self, case: Case) -> tuple[float, float]:
-        """Return GFLOP per second, and the time over that of the same FLOPs in torch.mm."""
+        """Return attention's GFLOP/s, and its time over that of torch.mm with the same FLOPs."""
         problem = Problem(case)
         size = 1024
         a, b = torch.rand(size, size), torch.rand(size, size)
@@ -218,12 +216,12 @@ class Bench:
 
 
 def over_groups(case: Case, cell: Callable[[Case], str]) -> list[str]:
-    """Return one table cell for each GQA group."""
+    """Return `cell` of the case for each GQA group size."""
     return [cell(replace(case, group=group)) for group in GROUPS]
 
 
 def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Console) -> None:
-    """Print ratios to a plain read, with a column per GQA group."""
+    """Print the decode ratios, with a column per GQA group size."""
     table = Table("batch", "context", "block", *(f"GQA {g}: x read (GB/s)" for g in GROUPS))
 
     def cell(case: Case) -> str:
@@ -239,7 +237,7 @@ def decode_table(bench: Bench, dtype: torch.dtype, head_dim: int, console: Conso
 
 
 def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
-    """Print ratios to the same FLOPs in torch.mm, with a column per GQA group."""
+    """Print the prefill ratios, with a column per GQA group size."""
     table = Table("tokens", "head dim", *(f"GQA {g}: x product (GFLOP/s)" for g in GROUPS))
 
     def cell(case: Case) -> str:
@@ -253,7 +251,7 @@ def prefill_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
 
 
 def sharing_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
-    """Print the ratios for samples of one prompt, each with 64 tokens of its own."""
+    """Print the ratios of rows that share a prompt, each with 64 tokens of its own."""
     table = Table("samples", "prompt", *(f"GQA {g}: x unshared" for g in GROUPS))
     for num_rows, prompt in itertools.product((8, 64), (128, 512, 1024)):
         case = Case(num_rows=num_rows, context=prompt + 64, shared=prompt, dtype=dtype)
@@ -263,7 +261,6 @@ def sharing_table(bench: Bench, dtype: torch.dtype, console: Console) -> None:
 
 
 def main() -> None:
-    """Print the tables."""
     restart_with_one_thread()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=DTYPES, default="float32")

@@ -1,7 +1,7 @@
-"""The engines that are compared in one process: rollout.LLM, and transformers' `generate`.
+"""Engines that are compared in one process: rollout.LLM and transformers' `generate`.
 
-Used by `benchmarks.generate`, `benchmarks.moe`, `benchmarks.rounds`, `benchmarks.gpu_measures`, and
-the peers' processes of rollout and transformers.
+Used by `benchmarks.generate`, `benchmarks.moe`, `benchmarks.rounds`, `benchmarks.report`,
+`benchmarks.gpu_measures`, `benchmarks.peers_rollout` and `benchmarks.peers_transformers`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rollout import LLM, SamplingParams
 
 
 class Contestant(Protocol):
-    """One way to run a workload."""
+    """An engine with its settings, which can run a workload."""
 
     name: str
-    knows_lengths: bool  # whether it uses the output lengths, which are not known in practice
+    knows_lengths: bool  # whether it uses output lengths, which are unknown in practice
 
     def run(self, workload: Workload, seed: int) -> Generated:
         """Generate all samples of the workload."""
@@ -30,14 +30,17 @@ class Contestant(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Samples of one run, and the CPU seconds of all threads of this process."""
+    """Samples of one run, and its CPU seconds over all threads of this process."""
 
     cpu_seconds: float
     generated: Generated
 
 
 def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
-    """Run a contestant once. Raises RuntimeError if it did not generate what was asked for."""
+    """Run a contestant once, and time it.
+
+    Raises RuntimeError if a number or length of samples differs from the workload's.
+    """
     start = time.process_time()
     generated = contestant.run(workload, seed)
     seconds = time.process_time() - start
@@ -46,7 +49,7 @@ def timed(contestant: Contestant, workload: Workload, seed: int) -> Timed:
 
 
 class RolloutEngine:
-    """rollout.LLM: one group per prompt. Each request ends at its own output length."""
+    """rollout.LLM with one group per prompt. Each request ends at its own output length."""
 
     name = "rollout"
     knows_lengths = False
@@ -79,8 +82,8 @@ class RolloutEngine:
 class TransformersGenerate:
     """transformers' `generate`, called once per batch of prompts.
 
-    A batch runs to its longest output. Shorter outputs are cut, and their other tokens dropped.
-    torch.compile is switched off; transformers would use it with a static cache on a GPU.
+    A batch runs until its longest output ends. Tokens of shorter outputs beyond their length are
+    dropped. torch.compile is switched off.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class TransformersGenerate:
         batch_size: int | None = None,
         sorts_by_length: bool = False,
     ) -> None:
-        """`cache`: name of a cache implementation, such as "static". `batch_size`: None for one
-        batch of all prompts. `sorts_by_length`: batches have outputs of similar lengths.
+        """`cache` names a transformers cache implementation, such as "static".
+
+        `batch_size` is the number of prompts in a batch, or None for one batch of all prompts.
+        `sorts_by_length` puts prompts with similar output lengths into one batch.
         """
         batches = "one batch" if batch_size is None else f"batches of {batch_size}"
         order = " sorted by length" if sorts_by_length else ""
@@ -101,7 +106,7 @@ class TransformersGenerate:
         self._model, self._cache, self._batch_size = model, cache, batch_size
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Run all batches one after another. Returns the samples in the order of the prompts."""
+        """Run all batches one after another, and return the samples in the order of the prompts."""
         torch.manual_seed(seed)
         order = list(range(len(workload.prompts)))
         if self.knows_lengths:
@@ -127,8 +132,7 @@ class TransformersGenerate:
         tokens: dict[int, list[list[int]]],
         logprobs: dict[int, list[list[float]]],
     ) -> None:
-        """Generate for the prompts of these indices, and add the samples of each to `tokens` and
-        `logprobs`, by the prompt's index."""
+        """Generate for the prompts `indices`, and put the samples into `tokens` and `logprobs`."""
         prompts = torch.tensor(
             [workload.prompts[index] for index in indices], device=self._model.device
         )
@@ -159,8 +163,8 @@ class TransformersGenerate:
 
 
 def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of each token, [rows, steps]. One logsumexp per step is cheaper than a
-    log-softmax of all logits."""
+    """Return the log-prob of each token, [rows, steps]."""
+    # One logsumexp per step is cheaper than a log-softmax of all logits.
     columns = [
         step.gather(1, tokens[:, [index]]).squeeze(1) - step.logsumexp(1)
         for index, step in enumerate(logits)
@@ -169,8 +173,10 @@ def _logprobs(logits: Sequence[torch.Tensor], tokens: torch.Tensor) -> torch.Ten
 
 
 def transformers_contestants(model: Any, workload: Workload) -> list[TransformersGenerate]:
-    """Return `generate` with each cache on one batch. If output lengths differ, also with smaller
-    batches, unsorted and sorted by length."""
+    """Return `generate` with a dynamic and with a static cache, on one batch.
+
+    If output lengths differ, smaller batches are added, unsorted and sorted by length.
+    """
     contestants = [TransformersGenerate(model, cache=cache) for cache in ("dynamic", "static")]
     if len(set(workload.output_lens)) > 1:
         half, quarter = (max(1, len(workload.prompts) // parts) for parts in (2, 4))
@@ -183,8 +189,10 @@ def transformers_contestants(model: Any, workload: Workload) -> list[Transformer
 
 @torch.inference_mode()
 def largest_logprob_error(model: Any, workload: Workload, generated: Generated) -> float:
-    """Return the largest difference between a generated token's log-prob and the log-prob that a
-    full forward pass of the transformers model gives the token."""
+    """Return the largest error of the log-probs in `generated`.
+
+    The expected log-probs come from a full forward pass of the transformers model.
+    """
     assert generated.logprobs is not None
     prompts = [p for p in workload.prompts for _ in range(workload.num_samples)]
     worst = 0.0

@@ -1,22 +1,20 @@
-"""The coordinator and a bare relay: requests per second, latency and CPU time, on loopback.
+"""Compare the coordinator with a bare relay: requests per second, latency and CPU time.
 
     python -m benchmarks.coordinator            # ten minutes
     python -m benchmarks.coordinator --small    # seconds: shows that it runs, not how fast
 
-Clients and engines are connected in three ways, which take turns in every round:
+A program, run by hand. Clients and engines are processes on loopback, connected in three ways:
 
-- relay: bare DEALERs through one ROUTER that only forwards frames, without decoding them. A request
-  and its reply are four frames.
-- bare: the same DEALERs and bytes through a coordinator process. The difference to the relay is the
-  coordinator's work: decoding, checks, tables, routing, encoding, and acknowledgements of replies.
-- real: InferenceClients on asyncio, and engines' Links, through a coordinator. The difference to
-  bare is the work of clients and Links: packing, records of replies, and a thread per Link.
+- relay: DEALER sockets send ready-made frames. One ROUTER forwards them without decoding.
+- bare: the same DEALERs and frames, with a coordinator process instead of the ROUTER. The
+  difference from "relay" is the coordinator's work.
+- real: `InferenceClient` and `Link` through a coordinator. The difference from "bare" is the work
+  of clients and Links.
 
-Engines reply at once with a record that was packed before; no model runs. Clients are spread over
-up to two processes; every engine has its own. Prompts of 128 ids are routed in turn. *Throughput*:
-with as many unfinished requests as the case says. *Latency*: one request at a time in each process
-of clients. CPU seconds are those of the relay's or coordinator's process. The page also has the
-cost of a routing decision, by `benchmarks.routing`. Writes a Markdown page and a JSON file.
+No model runs: engines reply at once with a ready-made record. Throughput is measured with many
+unfinished requests, latency with one request at a time in each client process. CPU seconds are
+those of the relay's or coordinator's process. `benchmarks.routing` adds the cost of a routing
+decision. The program writes a Markdown page and a JSON file.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ MAX_ROUTING_GROWTH = 4.0
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page: the machine, two tables for each size of reply, and the aims."""
+    """Return a Markdown page: the machine, two tables for each size of reply, and the aims."""
     machine, (low, high) = results["machine"], results["load_averages"]
     lines = [
         f"# Coordinator, {results['date']}",
@@ -51,10 +49,10 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['num_cores']} cores, Python {machine['python']}. Medians of "
         f"{results['rounds']} rounds, in which all ways take turns; ratios and differences are "
         "taken within a round. *relay*: a ROUTER that only passes frames on, between bare "
-        "DEALERs. *bare*: the coordinator between the same. *real*: the coordinator between "
+        "DEALERs. *bare*: the coordinator between bare DEALERs. *real*: the coordinator between "
         "InferenceClients and Links. Engines answer at once.",
         "",
-        f"Load averages of the machine meanwhile, with this benchmark's own share: "
+        f"Load averages of the machine meanwhile, with this benchmark's own load: "
         f"{low:.1f} to {high:.1f}.",
     ]
     for reply in dict.fromkeys(case["reply"] for case in results["cases"]):
@@ -142,10 +140,12 @@ def _row(case: dict[str, Any], cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Replies of one size, and the numbers of requests of all clients together.
+    """Size of a reply, and numbers of requests over all clients.
 
-    num_tokens: tokens of a reply. num_under_way: unfinished requests at a time.
-    num_bare, num_real: requests of a throughput measurement with bare and with real peers.
+    num_tokens: tokens of a reply.
+    num_under_way: unfinished requests at a time, in a throughput measurement.
+    num_bare: requests of a throughput measurement of "relay" and of "bare".
+    num_real: requests of a throughput measurement of "real".
     num_single: requests of a latency measurement.
     """
 
@@ -182,10 +182,11 @@ SMALL_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Figures of one way in one round.
+    """Figures of one way to connect, in one round.
 
-    cpu_s: CPU seconds per request of the process between clients and engines.
-    loaded_*: latencies in the throughput measurement. p50_s, p99_s: of single requests.
+    cpu_s: CPU seconds per request of the relay's or coordinator's process.
+    loaded_p50_s, loaded_p99_s: latencies in the throughput measurement.
+    p50_s, p99_s: latencies with one request at a time.
     """
 
     requests_per_s: float
@@ -197,7 +198,7 @@ class Sample:
 
 
 def play(fleet: Fleet, way: str, size: Size, num_clients: int) -> Sample:
-    """Measure one fleet once: under load, then one request at a time."""
+    """Measure one fleet under load, then with one request at a time."""
     total = size.num_real if way == "real" else size.num_bare
     window = max(1, size.num_under_way // num_clients)
     loaded = fleet.measure(Load(num_requests=max(1, total // num_clients), window=window))
@@ -219,9 +220,9 @@ def _p99(values: Sequence[float]) -> float:
 def measure_case(
     size: Size, num_clients: int, num_engines: int, rounds: int, advance: Callable[[], None]
 ) -> dict[str, Any]:
-    """Measure all rounds of one case; each round runs all ways, in rotated order.
+    """Measure all rounds of one case. Each round runs all ways to connect, in rotated order.
 
-    `advance` is called after each round. Returns the rounds, medians, ratios and differences.
+    Calls `advance` after each round. Returns the rounds, medians, ratios and differences.
     """
     samples: dict[str, list[Sample]] = {way: [] for way in WAYS}
     with fleets(num_clients, num_engines, reply_record(size.num_tokens)) as by_way:
@@ -256,7 +257,7 @@ def _medians(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
-    """Return, by way, the median over the rounds of its figure `name` over the relay's."""
+    """Return, by way to connect, the median over rounds of its figure `name` over the relay's."""
     return {
         way: statistics.median(
             getattr(own, name) / getattr(relay, name)
@@ -267,7 +268,7 @@ def _ratios(samples: dict[str, list[Sample]], name: str) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure all cases. Returns all figures as plain values."""
+    """Measure all cases, and return all figures as plain values."""
     counts = [(clients, engines) for engines in arguments.engines for clients in arguments.clients]
     cases, loads = [], [os.getloadavg()[0]]
     with progress_bar(console) as progress:
@@ -306,7 +307,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = parse_arguments(argv)
     preload()
     console = Console(stderr=True)

@@ -1,9 +1,8 @@
-"""Bare peers of `benchmarks.coordinator`: a relaying ROUTER, and DEALERs in a plain loop.
+"""The "relay" and "bare" peers of `benchmarks.coordinator`: a ROUTER, and plain DEALERs.
 
-The peers send frames that were encoded before. With a coordinator they follow its protocol: an
-engine puts the assignment's request id into its reply, and a client acknowledges several replies at
-once, as InferenceClient does. With the relay they send the same submissions and replies, and decode
-nothing. `benchmarks.coordinator_fleet` runs the functions `serve_*` in processes.
+Used by `benchmarks.coordinator_fleet`, which runs each function `serve_*` in a process of its own.
+The peers open sockets on loopback and send frames encoded in advance. A coordinator's engines and
+clients follow its protocol. The relay's engines and clients decode no frame.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ _FIRST_ID = 2**40
 
 
 def serve_relay(pipe: Connection, num_engines: int) -> None:
-    """Relay frames by one ROUTER: requests to the engines in turn, replies to the client.
+    """Forward requests to `num_engines` engines in turn, and replies to their clients.
 
-    Uses the coordinator's socket options and calls, and decodes no frame. Sends its address and
-    then "ready" into the pipe. Returns when the pipe is closed.
+    Decodes no frame. Sends its address and then "ready" into the pipe. Returns when the pipe is
+    closed.
     """
     router = RouterSocket("127.0.0.1", None, max_frame_bytes=DEFAULT_MAX_FRAME_BYTES)
     socket = router.socket
@@ -90,9 +89,10 @@ def serve_relay(pipe: Connection, num_engines: int) -> None:
 
 
 def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay: bool) -> None:
-    """Reply to each assignment at once with `record`, from one DEALER.
+    """Reply to each request at once with `record`, from one DEALER socket.
 
-    Sends "ready" into the pipe. Returns when the pipe is closed.
+    `is_relay` says whether `address` is the relay's. Sends "ready" into the pipe. Returns when the
+    pipe is closed.
     """
     with zmq.Context() as context, _dealer(context, address) as socket:
         grants = Grants()
@@ -124,7 +124,7 @@ def serve_bare_engine(pipe: Connection, address: str, record: bytes, *, is_relay
 
 
 class _BareClient:
-    """A client of the relay or the coordinator: a DEALER socket, and its requests."""
+    """A client of the relay or the coordinator, with a DEALER socket."""
 
     def __init__(self, context: zmq.Context[Any], address: str, *, is_relay: bool) -> None:
         self.socket = _dealer(context, address)
@@ -141,14 +141,15 @@ class _BareClient:
 
     @property
     def num_left(self) -> int:
-        """Number of prepared submissions that were not sent yet."""
+        """Number of prepared requests that are not sent yet."""
         return len(self._frames)
 
     def prepare(self, num_requests: int) -> None:
-        """Encode `num_requests` submissions, in reverse order: `submit` pops the last one."""
+        """Encode `num_requests` requests, which `submit` sends."""
         params = pack_params(PARAMS)
         ids = range(self._next_id, self._next_id + num_requests)
         self._next_id = ids.stop
+        # Reversed, because `submit` pops the last one.
         self._frames = [
             encode(
                 SubmitRequest(
@@ -161,15 +162,16 @@ class _BareClient:
         self._sent_at = []
 
     def submit(self) -> None:
-        """Send the next submission."""
+        """Send the next prepared request."""
         self._sent_at.append(time.monotonic())
         self.socket.send(self._frames.pop())
 
     def take(self) -> list[float]:
-        """Receive the replies that have arrived. Returns a latency in seconds for each.
+        """Receive the replies that have arrived, and return a latency in seconds for each reply.
 
-        Acknowledges replies if enough have arrived or the oldest has waited long enough. Replies of
-        several engines may come in another order; the sum of the latencies is the same.
+        Pairs replies with requests in sending order, so the mean latency is exact. Also
+        acknowledges replies to a coordinator if enough are unacknowledged or the oldest waits too
+        long.
         """
         replies = [frame for frames in _waiting(self.socket) for frame in frames_in(frames[0])]
         now = time.monotonic()
@@ -185,7 +187,7 @@ class _BareClient:
         return latencies
 
     def acknowledge(self) -> None:
-        """Acknowledge all replies that were not acknowledged yet."""
+        """Acknowledge all unacknowledged replies."""
         arrived, self._arrived, self._acknowledge_at = self._arrived, [], math.inf
         if arrived:
             attempts = [[int.from_bytes(packed, "big"), 0] for packed in arrived]
@@ -193,7 +195,11 @@ class _BareClient:
 
 
 def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_relay: bool) -> None:
-    """Run the Loads that come through the pipe, and send a Timing for each, until it is closed."""
+    """Run each Load that the pipe delivers, and send a Timing for it.
+
+    Sends "ready" and, before each Load starts, "prepared" into the pipe. Returns when the pipe is
+    closed.
+    """
     with zmq.Context() as context:
         clients = [_BareClient(context, address, is_relay=is_relay) for _ in range(num_clients)]
         pipe.send("ready")
@@ -210,7 +216,7 @@ def serve_bare_clients(pipe: Connection, address: str, num_clients: int, *, is_r
 
 
 def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
-    """Send all prepared submissions, at most `window` unfinished ones per client."""
+    """Send all prepared requests, with at most `window` unfinished requests per client."""
     poller = zmq.Poller()
     latencies: list[float] = []
     num_open = sum(client.num_left for client in clients)
@@ -233,7 +239,7 @@ def _timed(clients: Sequence[_BareClient], window: int) -> Timing:
 
 
 def _timed_turns(clients: Sequence[_BareClient]) -> Timing:
-    """Send all prepared submissions one at a time; clients take turns."""
+    """Send all prepared requests one at a time. The clients take turns."""
     start, latencies = time.monotonic(), []
     while clients[0].num_left:
         for client in clients:
@@ -260,7 +266,7 @@ def _next_frame(socket: zmq.Socket[bytes]) -> bytes:
 
 
 def _waiting(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
-    """Return the messages that have arrived, at most _BATCH."""
+    """Return at most _BATCH messages that have arrived."""
     messages: list[list[bytes]] = []
     while len(messages) < _BATCH:
         try:

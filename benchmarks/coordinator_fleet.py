@@ -1,4 +1,8 @@
-"""The processes of `benchmarks.coordinator`: one fleet for each way to connect the peers."""
+"""Starts the processes of `benchmarks.coordinator`, and measures their requests.
+
+Used by `benchmarks.coordinator`. A fleet is one relay or coordinator process, engine processes and
+client processes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ from benchmarks.peers_worker import process_seconds
 from rollout.coordinator.coordinator import DataParallelInferenceCoordinator
 from rollout.coordinator.core.context import CoordinatorLimits
 
-# relay: bare peers and a relay. bare: bare peers and a coordinator. real: real peers and one.
+# relay: bare peers and a relay. bare: bare peers and a coordinator. real: real peers and a
+# coordinator.
 WAYS = ("relay", "bare", "real")
 MAX_CLIENT_PROCESSES = 2
 _WAIT_S = 120.0
@@ -40,9 +45,9 @@ class Measurement:
 
 
 class Fleet:
-    """The processes of one way: relay or coordinator, engines, and clients.
+    """The processes of one way to connect: "relay", "bare" or "real".
 
-    `record`: the packed record with which engines reply.
+    Engines reply with `record`, a packed record. The constructor starts all processes.
     """
 
     def __init__(self, way: str, num_clients: int, num_engines: int, record: bytes) -> None:
@@ -74,7 +79,7 @@ class Fleet:
             _expect(client, "ready")
 
     def _start(self, serve: Callable[..., None], *arguments: Any, **options: Any) -> Connection:
-        """Start a process that runs `serve` with one end of a pipe. Returns the other end."""
+        """Run `serve` in a new process with one end of a pipe, and return the other end."""
         here, there = self._starter.Pipe()
         process = self._starter.Process(
             target=_serve_quietly, args=(serve, there, *arguments), kwargs=options
@@ -86,7 +91,7 @@ class Fleet:
         return here
 
     def _start_coordinator(self, num_engines: int) -> Connection:
-        self._is_listening = self._starter.Event()  # kept until the process has opened it
+        self._is_listening = self._starter.Event()  # kept until the process has opened the event
         return self._start(
             DataParallelInferenceCoordinator.entrypoint,
             *(self._is_listening, num_engines, None),
@@ -94,7 +99,8 @@ class Fleet:
         )
 
     def measure(self, load: Load) -> Measurement:
-        """Let the clients run a load. Raises RuntimeError if a process does not answer."""
+        """Let the clients run a load, and return its figures. Raises RuntimeError if a process
+        is silent."""
         for client in self._clients:
             client.send(load)
         for client in self._clients:
@@ -113,7 +119,7 @@ class Fleet:
         )
 
     def close(self) -> None:
-        """End all processes: first clients and engines, then relay or coordinator."""
+        """End all processes: first the clients and engines, then the relay or coordinator."""
         for pipe in reversed(self._pipes):
             pipe.close()
         for process in reversed(self._processes):
@@ -127,7 +133,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[str, Fleet]]:
-    """Start a fleet for each way, all at the same time, and end them with the context."""
+    """Yield a running fleet for each way in WAYS. Ends all fleets when the context ends."""
     with contextlib.ExitStack() as stack:
         made: dict[str, Fleet] = {}
         for way in WAYS:
@@ -137,25 +143,25 @@ def fleets(num_clients: int, num_engines: int, record: bytes) -> Iterator[dict[s
 
 
 def _serve_quietly(serve: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """Run `serve` without log messages about connections."""
+    """Run `serve`, and log only errors of `rollout`."""
     logging.getLogger("rollout").setLevel(logging.ERROR)
     serve(*arguments, **options)
 
 
 def preload() -> None:
-    """Let the fork server import this module once, which saves seconds per process."""
+    """Make the fork server import this module once, which saves seconds per process."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
 
 
 def _answer(pipe: Connection) -> Any:
-    """Return the next message of a process. Raises RuntimeError if none comes in time."""
+    """Return the next message of a process. Raises RuntimeError after _WAIT_S seconds."""
     if not pipe.poll(_WAIT_S):
         raise RuntimeError(f"a process of the benchmark sent nothing for {_WAIT_S:g} s")
     return pipe.recv()
 
 
 def _expect(pipe: Connection, word: str) -> None:
-    """Receive a message. Raises RuntimeError if it is not `word`."""
+    """Receive a message. Raises RuntimeError if the message is not `word`."""
     answer = _answer(pipe)
     if answer != word:
         raise RuntimeError(f"a process of the benchmark sent {answer!r}, expected {word!r}")

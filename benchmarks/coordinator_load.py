@@ -1,6 +1,6 @@
-"""Requests, replies and measurement messages of the processes of `benchmarks.coordinator`.
+"""Requests, replies and pipe messages for the processes of `benchmarks.coordinator`.
 
-Used by `benchmarks.coordinator_bare`, `benchmarks.coordinator_real` and
+Used by `benchmarks.coordinator`, `benchmarks.coordinator_bare`, `benchmarks.coordinator_real` and
 `benchmarks.coordinator_fleet`.
 """
 
@@ -30,10 +30,11 @@ PARAMS = SamplingParams(num_tokens_to_generate=16, return_log_probs=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Work of the clients of one process.
+    """A load for the clients of one process.
 
     num_requests: requests of each client.
-    window: unfinished requests of each client; 0: one of all clients, which take turns.
+    window: unfinished requests of each client. With 0, the clients take turns, and only one request
+        of the process is unfinished.
     """
 
     num_requests: int
@@ -42,8 +43,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Result of a Load: times of the first submission and the last reply, by time.monotonic, and
-    the seconds of each request."""
+    """Result of a Load.
+
+    start, end: time.monotonic() at the first request and at the last reply.
+    latencies: seconds of each request.
+    """
 
     start: float
     end: float
@@ -74,7 +78,7 @@ def reply_record(num_tokens: int) -> bytes:
 
 
 def registration(engine_id: bytes) -> Register:
-    """Return the registration of an engine that accepts any number of requests."""
+    """Return the registration of an engine that accepts up to MAX_REQUESTS requests."""
     return Register(
         engine_id=engine_id,
         state="RUNNING",
@@ -86,15 +90,19 @@ def registration(engine_id: bytes) -> Register:
 
 
 class Grants:
-    """Credit of an engine that replies at once. More is granted when half of it is used."""
+    """Credit that an engine grants the coordinator: how many requests it may send.
+
+    More credit is granted when half of it is used.
+    """
 
     def __init__(self, session: int = 0) -> None:
-        """`session`: the session id of the RegisterAck."""
+        """`session` is the session id of the RegisterAck."""
         self._session, self._ahead = session, num_ahead(MAX_REQUESTS)
         self._num_received = self._num_granted = 0
 
     def take(self, num_received: int) -> Credit | None:
-        """Count received requests. Returns the grant to send, or None if none is due."""
+        """Count `num_received` more requests. Returns the Credit to send, or None if none is
+        due."""
         self._num_received += num_received
         if self._num_received + self._ahead // 2 < self._num_granted:
             return None
@@ -103,7 +111,7 @@ class Grants:
 
 
 def next_load(pipe: Connection) -> Load | None:
-    """Return the next Load from the pipe; None once the pipe is closed."""
+    """Return the next Load from the pipe, or None once the pipe is closed."""
     try:
         load: Load | None = pipe.recv()
     except EOFError:

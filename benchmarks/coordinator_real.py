@@ -1,6 +1,7 @@
-"""Real peers of `benchmarks.coordinator`: InferenceClients on asyncio, and engines with a Link.
+"""The "real" peers of `benchmarks.coordinator`: InferenceClients, and engines with a Link.
 
-`benchmarks.coordinator_fleet` runs the functions `serve_*` in processes.
+Used by `benchmarks.coordinator_fleet`, which runs each function `serve_*` in a process of its own.
+The peers open sockets on loopback.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rollout.coordinator.protocol.messages import (
 
 
 def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
-    """Reply to each assignment at once with `record`, through a Link.
+    """Reply to each request at once with `record`, through a Link.
 
     Sends "ready" into the pipe. Returns when the pipe is closed.
     """
@@ -62,9 +63,9 @@ def serve_real_engine(pipe: Connection, address: str, record: bytes) -> None:
 
 
 def serve_real_clients(pipe: Connection, address: str, num_clients: int) -> None:
-    """Run the Loads that come through the pipe by InferenceClients on one event loop.
+    """Run each Load that the pipe delivers, with InferenceClients on one event loop.
 
-    Sends a Timing for each. Returns when the pipe is closed.
+    Sends "ready" once, then "prepared" and a Timing for each Load. Returns when the pipe is closed.
     """
     asyncio.run(_real_clients(pipe, address, num_clients))
 
@@ -97,7 +98,7 @@ async def _real_clients(pipe: Connection, address: str, num_clients: int) -> Non
 
 
 async def _ask(client: InferenceClient, num_requests: int, latencies: list[float]) -> None:
-    """Send requests one after the other, and append their latencies in seconds."""
+    """Send requests one after another, and append the latency of each in seconds."""
     tokens: Any = prompt()  # an array is sent as it is
     for _ in range(num_requests):
         start = time.monotonic()

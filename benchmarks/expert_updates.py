@@ -1,14 +1,18 @@
-"""Time of weight updates of experts, by a name per expert matrix or by a name per stack of them.
+"""Time weight updates of a mixture of experts, with one tensor per expert or per stack of experts.
 
     python -m benchmarks.expert_updates            # a minute
     python -m benchmarks.expert_updates --small    # seconds: shows that it runs
 
-One model has as many names as a Qwen3-MoE of 48 layers and 128 experts, and few bytes; the other
-has 64 larger experts. An update is staged and committed in two dialects: the names of saved
-directories (one matrix for each part of each expert), and the names of live modules (stacks of all
-experts). `checked` is staging with a publisher's checksum, for which stacks are read twice. A clone
-of all weights is timed for comparison. Times are the least of the rounds. Writes a Markdown page
-and a JSON file.
+A program, run by hand. One model has as many weight names as a Qwen3-MoE of 48 layers and 128
+experts, but few bytes. The other model has 64 larger experts per layer. The same weights are
+updated under two sets of names:
+
+- saved: the names in a saved checkpoint, with a matrix for each part of each expert.
+- live: the names of a live module, with a tensor that stacks one part of all experts.
+
+The column `checked` is the time of staging with a source checksum, and `clone` that of a copy of
+all weights. Times are the best of the rounds. The program prints a Markdown page, and writes it and
+a JSON file.
 """
 
 from __future__ import annotations
@@ -61,8 +65,7 @@ SMALL = replace(MANY, num_layers=2, moe_layers=(0, 1), num_experts=8)
 
 
 def measure(spec: ModelSpec, num_rounds: int) -> dict[str, Any]:
-    """Return seconds to build the table of weights and, for each dialect, to stage and commit all
-    weights."""
+    """Return the wall seconds to build the weight table, and to stage and commit all weights."""
     backend, model = create_backend(CONFIG), CausalLM(spec)
     start = time.perf_counter()
     table = model.weight_table()
@@ -84,7 +87,7 @@ def measure(spec: ModelSpec, num_rounds: int) -> dict[str, Any]:
 
 
 def _live(model: CausalLM, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the names of a live module: experts as stacks."""
+    """Return the weights under a live module's names, with experts as stacks."""
     live, aliases = dict(saved), model.weight_table().aliases
     for name, alias in aliases.items():
         stack = torch.empty(alias.shape, dtype=model.spec.dtype)
@@ -95,7 +98,7 @@ def _live(model: CausalLM, saved: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -> dict[str, Any]:
-    """Return the seconds to stage, stage with a checksum, and commit the tensors `given`."""
+    """Return the seconds to stage the tensors `given`, to stage with a checksum, and to commit."""
     ops = create_backend(CONFIG).ops
     announced = checksum_of(
         {n: ops.fingerprint(t, hashed_dtype(t.dtype)).tolist() for n, t in given.items()}
@@ -113,7 +116,7 @@ def _updates(served: ServedWeights, given: dict[str, Tensor], num_rounds: int) -
 
 
 def _best(num_rounds: int, work: Callable[[], object]) -> float:
-    """Return the least wall seconds of `num_rounds` calls."""
+    """Return the wall seconds of the fastest of `num_rounds` calls."""
     seconds = []
     for _ in range(num_rounds):
         start = time.perf_counter()
@@ -123,7 +126,7 @@ def _best(num_rounds: int, work: Callable[[], object]) -> float:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row for each model and dialect."""
+    """Return a Markdown page with a row for each model and set of names."""
     machine = results["machine"]
     lines = [
         f"# Updates of experts, {results['date']}",
@@ -150,7 +153,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = results_parser(__doc__, rounds=3, small="few experts, one round").parse_args(argv)
     models = {"48 x 128 experts, tiny": MANY, "4 x 64 experts": LARGE}
     if arguments.small:

@@ -1,8 +1,9 @@
-"""The floor of a step: CPU seconds of the bare matrix products of the model's weights.
+"""The floor of a forward pass: CPU seconds of its bare matrix products.
 
-A forward pass of T tokens multiplies T rows by every layer's matrices, and the rows whose logits
-are wanted by the head. The floor takes the fastest of three products: torch's, oneDNN's with
-weights packed once, or the engine's choice. Used by `benchmarks.generate` and `benchmarks.report`.
+Used by `benchmarks.generate` and `benchmarks.report`. A pass of T tokens multiplies T rows by the
+matrices of every layer. The head's matrix is multiplied only by the rows whose logits are needed.
+The floor uses the fastest of up to three products: torch's, oneDNN's with packed weights, or the
+engine's.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StepRows:
 
 
 class MatmulFloor:
-    """CPU seconds of the bare matrix products, measured once per number of rows."""
+    """CPU seconds of the bare matrix products of a model. Each number of rows is measured once."""
 
     def __init__(self, model: Any, config: InferenceConfig) -> None:
         backend = create_backend(config)
@@ -55,18 +56,19 @@ class MatmulFloor:
         return trunk + head
 
     def fastest(self, rows: StepRows) -> str:
-        """Return the name of the fastest product in the layers and in the head."""
+        """Return the name of the fastest product, and the name of the head's product if it
+        differs."""
         _, trunk = self._measure("trunk", rows.num_tokens)
         _, head = self._measure("head", rows.num_logits)
         return trunk if trunk == head else f"{trunk}, head {head}"
 
     def run(self, rows: StepRows) -> None:
-        """Run the fastest products once. The caller times the call."""
+        """Run the fastest products once, for the caller to time."""
         for part, num_rows in (("trunk", rows.num_tokens), ("head", rows.num_logits)):
             self._run(part, num_rows, self._measure(part, num_rows)[1])
 
     def _measure(self, part: str, num_rows: int) -> tuple[float, str]:
-        """Return CPU seconds and name of the fastest product for a part, "trunk" or "head"."""
+        """Return the CPU seconds and the name of the fastest product of "trunk" or "head"."""
         if not num_rows:
             return 0.0, "none"
         key = (part, num_rows)
@@ -95,7 +97,7 @@ class MatmulFloor:
 
 
 def _products(linears: list[Linear], ops: Ops[Any]) -> dict[str, list[Product]]:
-    """Return one callable per layer for each kind of product."""
+    """Return the products by kind, such as "torch": a function for each layer."""
     weights = [linear.weight.detach() for linear in linears]
     handles = [ops.prepare_linear(weight) for weight in weights]
     ops.choose_products(handles)
@@ -122,26 +124,25 @@ def _packed(weight_NK: Tensor) -> Product:
 
 
 class StepTrace:
-    """A MetricsWriter that keeps the rows of every step since the last `take_runs`."""
+    """A MetricsWriter that keeps the rows of every engine step until `take_runs` or `clear`."""
 
     def __init__(self) -> None:
         self._steps: list[StepRows] = []
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Keep the rows of one step of the engine, from its metrics."""
+        """Keep the rows of one step, read from the engine's metrics."""
         num_prefill = int(metrics["engine/last_step/num_prefill_tokens"])
         num_tokens = num_prefill + int(metrics["engine/last_step/num_decode_tokens"])
         num_logits = int(metrics["engine/last_step/num_sampled_tokens"])
         self._steps.append(StepRows(num_tokens=num_tokens, num_logits=num_logits))
 
     def clear(self) -> None:
-        """Drop the steps kept so far."""
         self._steps.clear()
 
     def take_runs(self, num_runs: int, *, num_forked: int) -> list[StepRows]:
-        """Return the steps of the first of `num_runs` equal runs, and drop all steps.
+        """Return the first run's steps, and clear all. All `num_runs` runs are equal.
 
-        `num_forked`: samples of the first step that shared the logits of another sample.
+        `num_forked` is the number of samples in the first step that share another sample's logits.
         """
         steps, self._steps = self._steps, []
         run = steps[: len(steps) // num_runs]
@@ -160,7 +161,8 @@ def total_seconds(floor: MatmulFloor, steps: Iterable[StepRows]) -> float:
 class StepCost:
     """Medians over decode steps: CPU milliseconds of a step and of its floor, and their ratio.
 
-    batch: rows of a step. context: their mean context, in tokens.
+    batch: rows of a step.
+    context: mean context tokens of a row.
     floor_product: name of the fastest product.
     """
 
@@ -175,7 +177,10 @@ class StepCost:
 def decode_step_cost(
     engine: Engine, floor: MatmulFloor, batch: int, *, vocab_size: int, num_steps: int
 ) -> StepCost:
-    """Run decode steps of `batch` rows, and time each step and its floor in turn."""
+    """Run `num_steps` decode steps of `batch` rows, and time each step and then its floor.
+
+    Runs all requests to their end.
+    """
     prompt_len = 128
     params = [
         SamplingParams(

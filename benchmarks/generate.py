@@ -1,12 +1,12 @@
-"""Generation against transformers' `generate`, in tokens per CPU second on one thread.
+"""Compare generation with transformers' `generate`, in tokens per CPU second of one thread.
 
     python benchmarks/generate.py                  # three rounds of W1 and W2
     python benchmarks/generate.py --rounds 1 --workloads W1
     python benchmarks/generate.py --small          # seconds: shows that it runs, not how fast
 
-Writes a Markdown page and a JSON file to benchmarks/results, named after the day and the kind of
-machine. CPU time is measured, so other work on the machine disturbs little. `benchmarks.moe` uses
-`measure_and_publish`.
+A program, run by hand. Also used by `benchmarks.moe`, for `logprob_error` and
+`measure_and_publish`. It writes a Markdown page and a JSON file to benchmarks/results, named after
+the day, the model and the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of the workloads, then decode steps and their floors. Returns all results."""
+    """Run all rounds of the workloads, then decode steps and their floors, and return all
+    results."""
     model_name = "small" if arguments.small else "m45"
     spec = MODELS[model_name]
     model = transformers_model(spec)
@@ -78,7 +79,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 def _play(
     contest: Contest, num_rounds: int, floor: MatmulFloor, trace: StepTrace, progress: Progress
 ) -> ContestResult:
-    """Run all rounds of a contest and the floor of its steps, and show the progress."""
     name = contest.workload.name
     task = progress.add_task(f"{name}: warm-up", total=num_rounds)
     warm_up(contest)
@@ -97,7 +97,7 @@ def _announcer(progress: Progress, task: TaskID, where: str) -> Callable[[str], 
 
 
 def logprob_error(model: Any, ours: RolloutEngine, workload: Workload) -> float:
-    """Return the largest difference of our log-probs from a full forward pass of `model`."""
+    """Return the largest difference between our log-probs and a full forward pass of `model`."""
     short = workload.shortened(8)
     return largest_logprob_error(model, short, ours.run(short, seed=0))
 
@@ -129,7 +129,7 @@ def measure_and_publish(
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns the results."""
+    """Run the benchmark and return the results."""
     return measure_and_publish(measure, parse_arguments(argv))
 
 

@@ -1,13 +1,13 @@
-"""Speed of one GPU relative to its hardware limits: decode, prefill, suspend, updates, generation.
+"""Measure one GPU against its hardware limits: decode, prefill, suspend, update, generation.
 
     python benchmarks/gpu.py                       # 90 seconds on an H100
     python benchmarks/gpu.py --budget-s 40         # only what fits, most important parts first
-    python benchmarks/gpu.py --rehearse            # all parts on a CPU, tiny: shows that they run
+    python benchmarks/gpu.py --rehearse            # tiny sizes on a CPU: shows that all parts run
 
-Each group of parts runs in a process of its own. Results are written after every part: gpu.json and
-gpu.md in $OUT, or a page and a JSON file named after the day and the device in benchmarks/results.
-Prints the page. `scripts/gpu_check.py` runs it. Exit status: 0, 1 if a part failed or was
-interrupted, 2 without a CUDA device.
+A program, run by hand and by `scripts/gpu_check.py`. Each group of parts runs in a child process.
+After every part the program writes a Markdown page and a JSON file: gpu.md and gpu.json in $OUT,
+else files in benchmarks/results, named after the day and the device. At the end it prints the page.
+Exit status: 0, 1 if a part failed or was interrupted, 2 without a CUDA device.
 """
 
 from __future__ import annotations
@@ -65,13 +65,10 @@ MAX_WHY = 200  # characters of an error in the page; the JSON file has the whole
 
 
 def groups_of(bench: Bench) -> dict[str, list[Part]]:
-    """Return the parts by group, most important first.
-
-    Parts that page-lock host memory for all weights, updates and suspends of weights, come after
-    decode and prefill.
-    """
+    """Return the parts of each group, most important group first."""
     plan = bench.plan
     large, small = plan.shapes
+    # Updates and suspends of weights page-lock host memory for all weights: they come last.
 
     def part(group: str, step: str, what: str, measure: Callable[..., Any], *rest: Any) -> Part:
         kind = step.split()[0]
@@ -132,11 +129,10 @@ def measure_group(
     ends_at: float,
     is_rehearsal: bool,
 ) -> None:
-    """Measure the parts `names` of a group in this child process, and report them by `pipe`.
+    """Measure the parts `names` of a group, and report them through `pipe`. Never returns.
 
-    Ends the process by os._exit, because a regular exit may fail with a broken device. `floors`:
-    figures of the part "floors", the device's rates of copies and matrix products; None if no
-    earlier process has measured them. `ends_at`: deadline by time.monotonic.
+    Runs as the main function of a child process. `floors` has the figures of the part "floors", or
+    None if that part has not run. `ends_at` is the deadline by time.monotonic.
     """
     logging.getLogger("rollout").setLevel(logging.WARNING)
     bench = Bench(
@@ -146,7 +142,7 @@ def measure_group(
     parts = [part for part in groups_of(bench)[group] if part.name in names]
     run_parts(parts, Deadline(ends_at), report=pipe.send, recover=bench.recover)
     pipe.close()
-    os._exit(0)
+    os._exit(0)  # a regular exit may fail with a broken device
 
 
 # ---- the page
@@ -157,7 +153,8 @@ Column = tuple[str, Callable[[Figures], str]]
 
 
 def _number(name: str, scale: float, form: str) -> Callable[[Figures], str]:
-    """Return a function that formats the figure `name` times `scale`; "-" if it is missing."""
+    """Return a function that formats the figure `name` times `scale`, or "-" if the figure is
+    None."""
     return lambda f: "-" if f[name] is None else format(f[name] * scale, form)
 
 
@@ -237,7 +234,7 @@ COLUMNS: dict[str, list[Column]] = {
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """Return the Markdown page of `results`, short enough for the end of a log."""
+    """Return the results as a Markdown page."""
     machine, parts = results["machine"], results["parts"]
     versions = ", ".join(f"{name} {machine.get(name)}" for name in ("torch", "triton", "python"))
     lines = [
@@ -260,7 +257,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
 
 
 def _table(kind: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of the measured parts of one kind."""
+    """Return the lines of the table of the measured parts of one kind."""
     columns = COLUMNS[kind]
     head = [_row([kind, *(title for title, _ in columns)]), "|---|" + "---:|" * len(columns)]
     return head + [
@@ -274,8 +271,9 @@ def _table(kind: str, parts: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+# The last characters of an error name its stack frames.
 def _short(why: str) -> str:
-    """Return the first and last characters of a long error. The last ones name stack frames."""
+    """Return an error text, without its middle if the text is longer than MAX_WHY characters."""
     return why if len(why) <= MAX_WHY else f"{why[: MAX_WHY // 2]} ... {why[-MAX_WHY // 2 :]}"
 
 
@@ -287,7 +285,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page_path(date: str, device_name: str, out: str | None) -> Path:
-    """Return the path of the Markdown page; its JSON file lies beside it."""
+    """Return the path of the Markdown page. The JSON file has the same path with suffix .json."""
     if out:
         return Path(out) / "gpu.md"
     kind = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
@@ -297,7 +295,7 @@ def page_path(date: str, device_name: str, out: str | None) -> Path:
 class Run:
     """A run of all groups of parts, and its results so far.
 
-    `out`: folder of the files; None for benchmarks/results.
+    `out` is the folder of the files, or None for benchmarks/results.
     """
 
     def __init__(self, plan: Plan, budget_s: float, out: str | None) -> None:
@@ -356,7 +354,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all parts, write and print the results. Returns the exit status."""
+    """Measure all parts, write and print the results, and return the exit status."""
     arguments = parse_arguments(argv)
     if not arguments.rehearse and not torch.cuda.is_available():
         print(f"gpu: torch {torch.__version__} sees no CUDA device", file=sys.stderr)

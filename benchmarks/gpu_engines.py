@@ -1,4 +1,4 @@
-"""Helpers of the GPU benchmarks: device timing, floors, random engines, decoding rows.
+"""Helpers of the GPU benchmarks: device timing, floors, engines with random weights.
 
 Used by `benchmarks.gpu`, `benchmarks.gpu_measures` and `benchmarks.gpu_kernels`.
 """
@@ -37,12 +37,15 @@ class MeasuredDevice:
         self._index = torch.cuda.current_device() if self.is_cuda else None
 
     def wait(self) -> None:
-        """Wait until all queued work of the device is done."""
+        """Wait until the device has finished all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize(self._index)
 
     def timed(self, work: Callable[[], _T]) -> tuple[float, _T]:
-        """Return wall seconds of `work`, from an idle device to an idle device, and its result."""
+        """Return the wall seconds of `work`, and its result.
+
+        Waits for the device before `work` and before the end of the time.
+        """
         self.wait()
         start = time.perf_counter()
         result = work()
@@ -50,7 +53,7 @@ class MeasuredDevice:
         return time.perf_counter() - start, result
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Return wall seconds of `work`, from an idle device to an idle device."""
+        """Return the wall seconds of `work`, timed as by `timed`."""
         return self.timed(work)[0]
 
     def seconds_per_call(self, work: Callable[[], Any], num_calls: int) -> float:
@@ -59,9 +62,9 @@ class MeasuredDevice:
         return self.seconds(lambda: _repeat(work, num_calls)) / num_calls
 
     def seconds_per_replay(self, work: Callable[[], Any], num_calls: int) -> float:
-        """Return the mean wall seconds of a call in a CUDA graph, without the time of launches.
+        """Return the mean wall seconds of a call inside a CUDA graph of `num_calls` calls.
 
-        On a CPU: as `seconds_per_call`.
+        The result contains no launch times. On a CPU this method equals `seconds_per_call`.
         """
         if not self.is_cuda:
             return self.seconds_per_call(work, num_calls)
@@ -77,13 +80,14 @@ class MeasuredDevice:
         return self.seconds(graph.replay) / num_calls
 
     def free_unused(self) -> None:
-        """Free unreferenced memory, torch's cache included."""
+        """Free unreferenced memory, including torch's cache."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def describe(self) -> dict[str, Any]:
-        """Return the kind of device, its memory and the versions, but no host name."""
+        """Return the device's name and memory, and the versions of torch, CUDA, Triton and
+        Python."""
         return {
             "device": torch.cuda.get_device_name(self._index) if self.is_cuda else "cpu",
             "memory_bytes": torch.cuda.mem_get_info(self._index)[1] if self.is_cuda else None,
@@ -113,11 +117,12 @@ def _triton_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Measured rates of a device. A copy of n bytes counts as n, though it reads and writes them.
+    """Measured rates of a device. A copy of n bytes counts as n bytes.
 
-    device_read_bytes_per_s: sum of a buffer. device_copy_bytes_per_s: copy within the device.
-    to_device_bytes_per_s, to_host_bytes_per_s: copies from and to pinned host memory.
-    matmul_flops_per_s: one product of square matrices.
+    device_read_bytes_per_s: rate of summing a buffer.
+    device_copy_bytes_per_s: rate of a copy within the device.
+    to_device_bytes_per_s, to_host_bytes_per_s: rates of copies from and to pinned host memory.
+    matmul_flops_per_s: rate of a product of two square matrices.
     """
 
     device_read_bytes_per_s: float
@@ -128,21 +133,22 @@ class Floors:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Highest measured rate of the device's memory, of a read or of both sides of a copy."""
+        """Rate of the device's memory: of a read, or of a copy's reads and writes if that is
+        higher."""
         return max(self.device_read_bytes_per_s, 2 * self.device_copy_bytes_per_s)
 
     def figures(self) -> dict[str, float]:
-        """Return all figures as plain numbers."""
+        """Return all rates by name, including `memory_bytes_per_s`."""
         return {**asdict(self), "memory_bytes_per_s": self.memory_bytes_per_s}
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Floors:
-        """Return the floors of a `figures` result."""
+        """Return the Floors whose `figures` method returned `figures`."""
         return cls(**{name: figures[name] for name in cls.__dataclass_fields__})
 
 
 def measure_floors(device: MeasuredDevice, sizes: FloorSizes, dtype: torch.dtype) -> Floors:
-    """Measure all floors. The matrices have `dtype` and random values; zeros take less power."""
+    """Measure all rates. The matrices have `dtype`."""
     source = torch.ones(sizes.device_bytes // 4, device=device.name)
     target = torch.empty_like(source)
     num_calls = sizes.num_calls
@@ -154,6 +160,7 @@ def measure_floors(device: MeasuredDevice, sizes: FloorSizes, dtype: torch.dtype
     up_s = device.seconds_per_call(lambda: part.copy_(pinned, non_blocking=True), num_calls)
     down_s = device.seconds_per_call(lambda: pinned.copy_(part, non_blocking=True), num_calls)
     a, b = (
+        # Random values, because products of zeros take less power.
         torch.randn(sizes.matrix_size, sizes.matrix_size, device=device.name).to(dtype)
         for _ in range(2)
     )
@@ -182,14 +189,12 @@ class _Config:
 
 
 class RandomWeights(nn.Module):
-    """Random weights on the device, with the names and the dtype of a transformers model.
-
-    An engine copies them on the device; weights of a CausalLM would be copied through the host.
-    """
+    """Random weights on the device, with the names and the dtype of a transformers model."""
 
     def __init__(self, spec: ModelSpec, device: str, seed: int = 0) -> None:
         super().__init__()
         self.config = _Config(spec)
+        # An engine copies these on the device. It copies weights of a CausalLM through the host.
         generator = torch.Generator(device).manual_seed(seed)
         for name, slot in CausalLM(spec, "meta").weight_slots().items():
             if name == "lm_head.weight" and spec.tie_word_embeddings:
@@ -216,7 +221,7 @@ def pool_config(
 ) -> InferenceConfig:
     """Return the config of an engine with a KV pool of exactly this shape.
 
-    Memory kinds other than "device" must keep their addresses. `is_eager`: capture no step.
+    If `is_eager` is set, the engine captures no CUDA graph.
     """
     block_bytes = kv_bytes_per_token(spec) * BLOCK_TOKENS
     return InferenceConfig(
@@ -232,18 +237,19 @@ def pool_config(
 
 
 def random_engine(spec: ModelSpec, config: InferenceConfig, device: str) -> DynamicInferenceEngine:
-    """Return an engine with random weights that were made on the device."""
+    """Return an engine with random weights that are made on the device."""
     return DynamicInferenceEngine.from_model(RandomWeights(spec, device), config)
 
 
 class Bench:
-    """State shared by the parts of one process: plan, device, floors, and one engine at a time.
+    """State that the parts of one process share: plan, device, floors, and one engine.
 
-    Building an engine takes long, so parts share it. The first use of `device` initializes CUDA.
+    The first use of `device` initializes CUDA.
     """
 
     def __init__(self, plan: Plan, floors: Floors | None = None) -> None:
-        """`floors`: measured by another process; None until they are measured."""
+        """`floors` are rates that another process measured, or None if they are not measured
+        yet."""
         self.plan, self.floors = plan, floors
         self._name: str | None = None
         self._engine: DynamicInferenceEngine | None = None
@@ -253,7 +259,7 @@ class Bench:
         return MeasuredDevice(self.plan.device)
 
     def engine(self, name: str, spec: ModelSpec, pool: PoolShape) -> DynamicInferenceEngine:
-        """Return the engine `name` with random weights. Closes an engine of another name first."""
+        """Return the engine `name`. Closes an engine of another name, then builds this one."""
         if self._engine is None or self._name != name:
             self._close()
             self.device.free_unused()
@@ -263,24 +269,27 @@ class Bench:
         return self._engine
 
     def recover(self) -> None:
-        """Drop an engine that has failed, without closing it. Raises the device's error if it is
-        broken."""
+        """Drop a failed engine without closing it.
+
+        Raises the device's error if the device is broken.
+        """
         self._engine = None
         self.device.free_unused()
         self.device.wait()
 
     def _close(self) -> None:
-        """Release all memory of the engine, also the weights, which shutdown would keep."""
+        """Shut the engine down, and release all its memory."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.pause()
+            # shutdown alone keeps the weights
             engine.suspend("recompute", release=_ALL, discard_weights=True)
             engine.shutdown()
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodingRows:
-    """`num_rows` requests with different prompts, so that no two share a block of KV."""
+    """`num_rows` requests with different prompts. No two requests share a KV block."""
 
     engine: DynamicInferenceEngine
     spec: ModelSpec
@@ -289,9 +298,9 @@ class DecodingRows:
     _ids: list[int] = field(default_factory=list)
 
     def start(self, num_new: int) -> None:
-        """Queue the requests, `num_new` tokens each, and step until all prompts are computed.
+        """Queue the requests, with `num_new` tokens each, and step until all prompts are computed.
 
-        Raises RuntimeError if that takes more steps than expected.
+        Raises RuntimeError if the prompts take more steps than `ramp_steps` expects.
         """
         sampling = SamplingParams(
             num_tokens_to_generate=num_new, ignore_eos=True, return_log_probs=True, seed=0
@@ -308,22 +317,22 @@ class DecodingRows:
         raise RuntimeError("the prompts were not computed within the steps they should take")
 
     def end(self) -> None:
-        """Abort the requests and commit the steps in flight."""
+        """Abort the requests, and commit the steps in flight."""
         for request_id in self._ids:
             self.engine.abort_request(request_id)
         self.settle()
 
     def settle(self) -> None:
-        """Commit the steps in flight: pause and unpause."""
+        """Commit the steps in flight, by a pause and an unpause."""
         self.engine.pause()
         self.engine.unpause()
 
 
 def ramp_steps(num_rows: int, prompt_len: int) -> int:
-    """Return the steps until the last of `num_rows` prompts is computed. The first rows decode
-    meanwhile.
+    """Return an upper bound of the steps until the last prompt is computed.
 
-    Two more than the prompts alone take: one for a step in flight, one for rounding.
+    The rows whose prompts are already computed decode in the same steps.
     """
+    # Two more than the prompts alone take: one for a step in flight, one for rounding.
     prompts_per_step = (DEFAULT_MAX_TOKENS - num_rows) // prompt_len
     return -(-num_rows // prompts_per_step) + 2

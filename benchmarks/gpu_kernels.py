@@ -1,15 +1,15 @@
-"""Runs steps of a small engine under compute-sanitizer and ncu: memory errors, and kernel times.
+"""Run steps of a small engine under compute-sanitizer (memory errors) or ncu (kernel times).
 
     python benchmarks/gpu_kernels.py check      # compute-sanitizer: fails at any memory error
     python benchmarks/gpu_kernels.py profile    # ncu: time, and shares of the device's peaks
     python benchmarks/gpu_kernels.py steps      # the steps alone, without a tool
 
-The steps cover prefill, decode, top-k and top-p, log-probs, a suspend and an update. `profile` runs
-them captured, as a job does. `check` runs them eagerly and without torch's caching allocator:
-compute-sanitizer finds no error inside its segments. ncu does not set the clocks, and watches the
-first launches of the largest kernels. `profile` writes gpu-kernels.md to $OUT or to
-benchmarks/results. `scripts/gpu_check.py` runs both. Exit status: 0; 1 for a memory error; 5 if the
-tool is not installed.
+A program, run by hand and by `scripts/gpu_check.py`. The steps cover prefill, decode, top-k and
+top-p, log-probs, a suspend and an update. `profile` runs them in CUDA graphs, watches the first
+launches of the attention and sampling kernels, and writes gpu-kernels.md to $OUT or to
+benchmarks/results. `check` runs the steps without CUDA graphs and without torch's caching
+allocator. Exit status: 0, 1 for a memory error, 5 if the tool is not installed, else the tool's own
+status.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ METRICS = (TIME, MEMORY, COMPUTE, OCCUPANCY, REGISTERS)
 # Kernels that ncu watches; it runs each of their launches several times.
 KERNELS = "attention|merge|append_kv|histogram|draw"
 NUM_LAUNCHES = 32
+# compute-sanitizer finds no error inside segments of the caching allocator.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def steps_config(
     device: str, spec: ModelSpec = NEAR_NOTHING, *, is_eager: bool = False
 ) -> InferenceConfig:
-    """Return the config of the engine that runs the steps. `is_eager`: capture no step."""
+    """Return the config of the engine that runs the steps. `is_eager` switches CUDA graphs off."""
     return pool_config(spec, PoolShape(num_rows=8, context_len=256), device, is_eager=is_eager)
 
 
@@ -59,7 +60,7 @@ def run_steps(
 ) -> int:
     """Generate `num_tokens` for each of four prompts, with a suspend and an update in between.
 
-    Returns the number of captured steps. Raises RuntimeError if requests remain.
+    Returns the number of captured CUDA graphs. Raises RuntimeError if a request is unfinished.
     """
     config = steps_config(device, spec, is_eager=is_eager)
     engine = random_engine(spec, config, device)
@@ -96,7 +97,7 @@ def run_steps(
 class KernelLine:
     """Figures of one kernel over all its launches.
 
-    Percentages are shares of the device's peaks, weighted by the launches' times.
+    The percentages are shares of the device's peaks. Longer launches count more.
     """
 
     name: str
@@ -109,9 +110,9 @@ class KernelLine:
 
 
 def kernel_lines(report: Iterable[str]) -> list[KernelLine]:
-    """Return the kernels of ncu's CSV output, longest time first.
+    """Return the figures of each kernel in ncu's CSV output, longest time first.
 
-    Lines before the header are skipped. Raises ValueError without a header.
+    Skips lines before the header. Raises ValueError if the header is missing.
     """
     lines = iter(report)
     header = next((line for line in lines if line.startswith('"ID"')), None)
@@ -130,7 +131,7 @@ def kernel_lines(report: Iterable[str]) -> list[KernelLine]:
 
 
 def _line(name: str, launches: Sequence[Mapping[str, float]]) -> KernelLine:
-    """Return the figures of a kernel from the metrics of its launches."""
+    """Return the figures of a kernel. `launches` has the metrics of each launch by name."""
     total = sum(launch[TIME] for launch in launches)
 
     def share(metric: str) -> float:
@@ -148,7 +149,7 @@ def _line(name: str, launches: Sequence[Mapping[str, float]]) -> KernelLine:
 
 
 def as_markdown(lines: Sequence[KernelLine]) -> str:
-    """Return a page with a row for each kernel."""
+    """Return a Markdown page with a row for each kernel."""
     columns = ("launches", "us", "memory, %", "compute, %", "warps, %", "registers")
     rows = [
         f"| {x.name} | {x.num_launches} | {x.microseconds:.1f} | {x.memory_percent:.0f} | "
@@ -161,13 +162,13 @@ def as_markdown(lines: Sequence[KernelLine]) -> str:
 
 
 def check(tool: str = "compute-sanitizer") -> int:
-    """Run eager steps under compute-sanitizer. Returns the exit status."""
+    """Run the steps under compute-sanitizer, and return the exit status."""
     steps = [sys.executable, __file__, "steps", "--eager"]
     return _run(tool, ["--tool", "memcheck", "--error-exitcode", "1", *steps], UNCACHED)
 
 
 def profile(out: Path, tool: str = "ncu") -> int:
-    """Run the steps under ncu and write the page. Returns the exit status."""
+    """Run the steps under ncu, write the page to `out`, and return the exit status."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "ncu.csv")
         options = ["--csv", "--log-file", str(log), "--metrics", ",".join(METRICS)]
@@ -191,7 +192,7 @@ def profile(out: Path, tool: str = "ncu") -> int:
 def _run(
     tool: str, arguments: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Run a tool with additional environment variables. Returns its exit status.
+    """Run a tool with additional environment variables, and return its exit status.
 
     Returns NOTHING_TO_RUN if the tool is not installed.
     """

@@ -1,7 +1,7 @@
-"""Measurements of the GPU benchmark: steps, suspends, updates, and the same work by peers.
+"""Measurements of the GPU benchmark: decode, prefill, suspends, updates, and other engines.
 
-`benchmarks.gpu` runs each measure_* function as a part, which returns its figures by name. Times
-are in seconds.
+Used by `benchmarks.gpu`, which runs each function measure_* as a part. Each returns its figures by
+name. All times are in seconds.
 
 Shape letters: T tokens, R rows, H query heads, G key/value heads, C context tokens, D head dim.
 """
@@ -50,13 +50,13 @@ _TOKENS_PER_CYCLE = 16  # upper bound of a row's tokens in one cycle or around o
 
 
 def _engine(bench: Bench, shape: str) -> tuple[DynamicInferenceEngine, ModelSpec]:
-    """Return the engine and the spec of the plan's model named `shape`."""
+    """Return the engine and the spec of the plan's model `shape`."""
     spec = bench.plan.shapes[shape]
     return bench.engine(shape, spec, bench.plan.pool), spec
 
 
 def measure_all_floors(bench: Bench) -> dict[str, Any]:
-    """Measure the floors and set `bench.floors`, with which later parts compare."""
+    """Measure the device's rates, and set `bench.floors` for the later parts."""
     spec = next(iter(bench.plan.shapes.values()))
     bench.floors = measure_floors(bench.device, bench.plan.floors, spec.dtype)
     bench.device.free_unused()
@@ -68,8 +68,6 @@ def measure_all_floors(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
-    """Sizes of a decode measurement: rows, their largest context, and numbers of steps."""
-
     batch: int
     context_len: int
     num_warm_up: int
@@ -77,13 +75,13 @@ class DecodeSizes:
 
     @property
     def num_new(self) -> int:
-        """Tokens that each row is to generate."""
+        """Number of tokens that each row generates."""
         ramp = ramp_steps(self.batch, self.context_len)
         return ramp + self.num_warm_up + self.num_steps + _TOKENS_AHEAD
 
     @property
     def prompt_len(self) -> int:
-        """Prompt tokens of a row. Raises ValueError if the context is too short for the steps."""
+        """Prompt tokens of a row. Raises ValueError if `context_len` is too small for the steps."""
         if self.num_new >= self.context_len:
             raise ValueError(f"{self.context_len} tokens of context leave no room for a prompt")
         return self.context_len - self.num_new
@@ -91,10 +89,10 @@ class DecodeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWindow:
-    """Steps that only decoded, from an idle device to an idle device.
+    """Figures of consecutive decode steps.
 
-    kv_tokens: context tokens that all rows attended to, summed over the steps. Up to one token per
-        row and step is missing, because the engine's counters may be a step behind the device.
+    kv_tokens: context tokens that all rows attended to, summed over the steps. At most one token
+        per row and step is missing.
     """
 
     seconds: float
@@ -107,7 +105,7 @@ class DecodeWindow:
 def decode_window(
     device: MeasuredDevice, engine: DynamicInferenceEngine, spec: ModelSpec, sizes: DecodeSizes
 ) -> DecodeWindow:
-    """Measure decode steps of all rows. Raises RuntimeError if another kind of step ran too."""
+    """Measure decode steps of all rows. Raises RuntimeError if a step also ran a prefill."""
     rows = DecodingRows(engine=engine, spec=spec, num_rows=sizes.batch, prompt_len=sizes.prompt_len)
     sampled_before = engine.stats().num_sampled_tokens
     rows.start(sizes.num_new)
@@ -143,14 +141,14 @@ def decode_window(
 
 
 def measure_warm_up(bench: Bench, shape: str) -> dict[str, Any]:
-    """Time `warm_up`, which captures all graphs."""
+    """Time `warm_up`, which captures all CUDA graphs."""
     engine, _ = _engine(bench, shape)
     seconds, num_captured = bench.device.timed(engine.warm_up)
     return {"seconds": seconds, "num_graph_captures": num_captured}
 
 
 def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
-    """Measure a decode step. Its floor is the computed time to read weights and KV once."""
+    """Measure a decode step. Its floor is the time to read weights and KV once."""
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
     sizes = DecodeSizes(
         batch=batch,
@@ -180,9 +178,9 @@ def measure_decode(bench: Bench, shape: str, batch: int) -> dict[str, Any]:
 
 
 def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
-    """Measure seconds from queueing prompts to their first tokens, and FLOPs per second.
+    """Measure the seconds from queueing prompts to their first tokens, and FLOPs per second.
 
-    The second of two runs counts. FLOPs are counted for whole prompts, even where the engine skips
+    Returns figures of the second of two runs. FLOPs count whole prompts, even if the engine skips
     work.
     """
     (engine, spec), plan, floors = _engine(bench, shape), bench.plan, bench.floors
@@ -211,9 +209,9 @@ def measure_prefill(bench: Bench, shape: str) -> dict[str, Any]:
 
 
 def measure_host(bench: Bench, batch: int) -> dict[str, Any]:
-    """Measure the host's wall and CPU seconds of a step of a tiny model.
+    """Measure wall and CPU seconds of a decode step of a tiny model: the host's own work.
 
-    Both include the few kernel launches. The CPU time also includes busy waiting.
+    Both times include the kernel launches. The CPU time includes busy waiting.
     """
     plan, spec = bench.plan, bench.plan.host_spec
     pool = PoolShape(num_rows=max(plan.host_batches), context_len=BLOCK_TOKENS)
@@ -237,7 +235,7 @@ def measure_host(bench: Bench, batch: int) -> dict[str, Any]:
 
 
 def held_rows(bench: Bench, shape: str, num_cycles: int) -> DecodingRows:
-    """Start rows with the plan's context length that decode for `num_cycles` cycles."""
+    """Start decoding rows of the plan's context length. They last for `num_cycles` cycles."""
     (engine, spec), plan = _engine(bench, shape), bench.plan
     num_new = (num_cycles + 1) * _TOKENS_PER_CYCLE
     num_rows, prompt_len = plan.num_held_rows, plan.context_len - num_new
@@ -250,9 +248,8 @@ def held_rows(bench: Bench, shape: str, num_cycles: int) -> DecodingRows:
 def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
     """Measure cycles of suspend, resume and one step, relative to copies of the same bytes.
 
-    `owner`: the resource to release, "kv_cache" or "weights". The first cycle page-locks host
-    memory and is reported separately; `suspend_s`, `resume_s` and `next_token_s` are medians of
-    the later cycles.
+    `owner` is the resource that is released: "kv_cache" or "weights". The first cycle page-locks
+    host memory, and its figures are in "first". The other figures are medians of the later cycles.
     """
     plan, floors = bench.plan, bench.floors
     rows = held_rows(bench, shape, plan.num_cycles)
@@ -282,7 +279,6 @@ def measure_cycles(bench: Bench, shape: str, owner: str) -> dict[str, Any]:
 
 
 def _cycle(device: MeasuredDevice, rows: DecodingRows, owner: str) -> dict[str, Any]:
-    """Run one cycle and return its figures."""
     engine = rows.engine
     captures, addresses = engine.stats().num_graph_captures, _addresses(engine)
     engine.pause()
@@ -308,7 +304,7 @@ def _addresses(engine: DynamicInferenceEngine) -> dict[str, int]:
 
 
 def _step(rows: DecodingRows, num_steps: int) -> None:
-    """Run `num_steps` decode steps, and commit the step in flight."""
+    """Run `num_steps` decode steps, then commit the step in flight."""
     for _ in range(num_steps):
         rows.engine.step()
     rows.settle()
@@ -318,15 +314,15 @@ def _step(rows: DecodingRows, num_steps: int) -> None:
 def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
     """Measure updates from a trainer's tensors on the same device, while rows decode.
 
-    Staging backs up the served weights on the host. The first update page-locks that memory and is
-    reported separately. The stall is the time without engine steps, measured from an idle device to
-    an idle device. It is compared with a copy of the same bytes within the device.
+    The first update page-locks host memory, and its figures begin with "first_". The stall is the
+    time of `commit_weights`. It is compared with a copy of the same bytes within the device.
     """
     device, plan = bench.device, bench.plan
     rows = held_rows(bench, shape, plan.num_updates)
     engine, spec = rows.engine, rows.spec
     source = RandomWeights(spec, device.name, seed=1)
     captures = engine.stats().num_graph_captures
+    # Staging backs up the served weights on the host.
     stages, stalls = [], []
     for _ in range(plan.num_updates):
         stage_s, staged = device.timed(lambda: engine.stage_weights(source))
@@ -366,7 +362,7 @@ def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
 def layer_batch(
     attention: AttentionBackend, spec: ModelSpec, num_rows: int, context_len: int, device: str
 ) -> ForwardBatch:
-    """Return a batch of rows that decode one token, each with its own blocks of random KV."""
+    """Return a batch of rows that decode one token. Each row has its own blocks of random KV."""
     blocks_per_row = -(-context_len // BLOCK_TOKENS)
     cache_spec = CacheSpec(
         num_layers=1,
@@ -402,10 +398,10 @@ def layer_batch(
 
 
 def measure_layer(bench: Bench, num_rows: int) -> dict[str, Any]:
-    """Measure decode attention of one layer: ours over the paged cache, and torch's.
+    """Compare decode attention of one layer with torch's scaled_dot_product_attention.
 
-    Ours includes the write of K and V. torch's runs on contiguous K and V. The floor is the time to
-    read K and V once.
+    Our attention also writes K and V. torch reads contiguous K and V. The floor is the time to read
+    K and V once.
     """
     device, plan, floors = bench.device, bench.plan, bench.floors
     spec, context_len = next(iter(plan.shapes.values())), plan.context_len
@@ -443,7 +439,7 @@ def measure_layer(bench: Bench, num_rows: int) -> dict[str, Any]:
 
 
 def device_model(spec: ModelSpec, device: str) -> Any:
-    """Return a transformers model with random weights made on the device."""
+    """Return a transformers model with random weights that are made on the device."""
     import transformers  # it may be missing, and its import takes seconds
 
     values = spec.to_hf_config()
@@ -455,7 +451,7 @@ def device_model(spec: ModelSpec, device: str) -> Any:
 
 
 def measure_generate(bench: Bench) -> dict[str, Any]:
-    """Measure tokens per second of an LLM and of transformers' `generate`, with log-probs.
+    """Compare tokens per second of an LLM and of transformers' `generate`, with log-probs.
 
     Both have the same weights. `generate` has a static cache and is not compiled. The better of two
     runs counts.

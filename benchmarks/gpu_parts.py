@@ -1,8 +1,8 @@
-"""Runs the parts of a measurement within a deadline, each regardless of failures of the others.
+"""Run the parts of a measurement within a deadline, also after one of them has failed or hung.
 
-Every group of parts runs in a child process, which reports each part as it begins and ends. If a
-child crashes or hangs, its current part fails, and a new child continues with the next part. Used
-by `benchmarks.gpu`.
+Used by `benchmarks.gpu`. Each group of parts runs in a child process, which reports each part as it
+begins and ends. If a child crashes or hangs, its current part fails, and a new child runs the
+remaining parts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _NUM_FRAMES = 4
 class Part:
     """One measurement.
 
-    kind: the table of its figures. needs_s: with fewer seconds left it is skipped.
+    kind: kind of measurement, such as "decode". Each kind has its own table.
+    needs_s: seconds that the part may need. The part is skipped if fewer seconds are left.
     """
 
     name: str
@@ -43,15 +44,16 @@ class Part:
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which the part counts as hanging."""
+        """Seconds after which the part counts as hanging and its process is killed."""
         return HANG_S + 3 * self.needs_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Result of a part: its status, and its figures or the reason why there are none.
+    """Result of a part: its figures, or in `error` the reason why there are no figures.
 
-    status: MEASURED, FAILED, SKIPPED or INTERRUPTED. seconds: duration of the part.
+    status: MEASURED, FAILED, SKIPPED or INTERRUPTED.
+    seconds: duration of the part.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Outcome:
 
 
 class Deadline:
-    """The time at which all parts must end, by time.monotonic, which processes share."""
+    """Time by which all parts must end, by time.monotonic. Other processes have the same clock."""
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
@@ -77,7 +79,7 @@ class Deadline:
 
 
 def described(error: BaseException) -> str:
-    """Return type, message and innermost frames of an error, with file names but no folders."""
+    """Return the type, message and innermost stack frames of an error, without folder names."""
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
     places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames]
     return f"{type(error).__name__}: {error} ({' > '.join(places)})"
@@ -100,10 +102,10 @@ def run_parts(
     report: Callable[[Report], None],
     recover: Callable[[], None],
 ) -> None:
-    """Run the parts in order, and report the beginning and the outcome of each.
+    """Run the parts in order, and report the beginning and the outcome of each part.
 
-    After a part that failed, `recover` cleans up. If that raises, the device may be broken for this
-    process: the remaining parts are not run here, and no outcome is reported for them.
+    Calls `recover` after a part that failed. If `recover` raises, the remaining parts are not run
+    and have no outcome.
     """
     for part in parts:
         left_s = deadline.left_s()
@@ -143,10 +145,7 @@ def _out_of_time(part: Part, left_s: float) -> Outcome:
 
 
 class GroupRunner:
-    """Runs each group of parts in a child process, and collects the outcomes in order.
-
-    While a group is measured, the child of the next one imports what it needs.
-    """
+    """Runs each group of parts in a child process, and collects the outcomes in order."""
 
     def __init__(
         self,
@@ -158,17 +157,19 @@ class GroupRunner:
         after: Callable[[Outcome], None],
         others: Callable[[Report], None],
     ) -> None:
-        """`module`: runs as the main module of a child, and calls `run_child`.
-        `arguments`: returns what the child is sent, for a group and the names of its parts.
-        `before` receives the name of each part that begins, `after` each outcome, and `others` any
-        other report of a child.
+        """`module` is the main module of each child, and calls `run_child`.
+
+        `arguments` returns what is sent to a child, for a group and the names of its parts.
+        `before` receives the name of each part that begins. `after` receives each outcome. `others`
+        receives every other report of a child.
         """
         self._module, self._deadline, self._arguments = module, deadline, arguments
         self._before, self._after, self._others = before, after, others
         self._reserve: ChildProcess | None = None
 
     def run(self, groups: Mapping[str, Sequence[Part]]) -> None:
-        """Run all groups; every part gets an outcome. Ctrl-C ends one part and skips the rest."""
+        """Run all groups, so that every part has an outcome. Ctrl-C ends one part and skips the
+        rest."""
         left = {group: list(parts) for group, parts in groups.items()}
         names = list(groups)
         try:
@@ -188,7 +189,7 @@ class GroupRunner:
                 _end(self._reserve)
 
     def _skips(self, parts: list[Part]) -> bool:
-        """Skip all parts if there is no time for any. Returns whether they were skipped."""
+        """Skip all parts and return True if no part has enough time left, else return False."""
         left_s = self._deadline.left_s()
         if any(part.needs_s <= left_s for part in parts):
             return False
@@ -197,16 +198,17 @@ class GroupRunner:
         return True
 
     def _take_child(self, *, has_more: bool) -> ChildProcess:
-        """Return the child that was started ahead, or a new one. If `has_more`, start the next."""
+        """Return a new child, or the one in reserve. Starts a reserve if `has_more`."""
+        # The reserve imports its modules while the current group is measured.
         child, self._reserve = self._reserve or ChildProcess(self._module), None
         if has_more:
             self._reserve = ChildProcess(self._module)
         return child
 
     def _run_in(self, child: ChildProcess, group: str, left: list[Part]) -> None:
-        """Run parts of a group in a child until it ends or all have an outcome.
+        """Run parts of a group in a child until the child ends or all parts have an outcome.
 
-        Parts with an outcome are removed from `left`, at least one.
+        Removes each part that gets an outcome from `left`, at least one.
         """
         by_name = {part.name: part for part in left}
         arguments = self._arguments(group, list(by_name))
@@ -243,13 +245,13 @@ class GroupRunner:
     def _settle(
         self, left: list[Part], part: Part, status: str, why: str, seconds: float = 0.0
     ) -> None:
-        """Remove a part from `left` and report its outcome, without figures."""
+        """Remove a part from `left`, and report an outcome without figures."""
         left.remove(part)
         self._after(_without_figures(part, status, why, seconds))
 
 
 def _next_report(child: ChildProcess, timeout_s: float) -> Report | str:
-    """Return the child's next report, or the reason why no further report will come."""
+    """Return the child's next report, or as text the reason why no report follows."""
     if not child.pipe.poll(max(0.0, timeout_s)):
         child.kill()
         return "it did not end in time, and was killed"
@@ -265,7 +267,7 @@ def _next_report(child: ChildProcess, timeout_s: float) -> Report | str:
 
 
 def _how_it_ended(child: ChildProcess) -> str:
-    """Wait for the end of a child that has closed its pipe. Returns a text about it."""
+    """Wait for the end of a child that has closed its pipe, and return a text about its end."""
     try:
         return end_of(child.wait(KILL_LIMIT_S))
     except subprocess.TimeoutExpired:
@@ -273,10 +275,10 @@ def _how_it_ended(child: ChildProcess) -> str:
 
 
 def _end(child: ChildProcess) -> None:
-    """Kill a child and wait for its end: its memory must be free for the next child."""
+    """Kill a child and wait for its end."""
     child.kill()
     child.pipe.close()
-    try:
+    try:  # the next child needs this child's device memory
         child.wait(KILL_LIMIT_S)
     except subprocess.TimeoutExpired:
         logger.error("%s does not end", child.name)

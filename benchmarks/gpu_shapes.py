@@ -1,8 +1,8 @@
-"""Sizes of the GPU benchmark, and the bytes and operations that a step needs at least.
+"""Sizes of the GPU benchmark, and the fewest bytes and operations that a step needs.
 
-`PLAN` has the sizes of a run. `REHEARSAL` has tiny sizes for a CPU, which only show that all parts
-run. Used by the gpu modules of this folder; `benchmarks.host_step` uses NEAR_NOTHING, and
-`benchmarks.models` the number of parameters of a layer.
+Used by `benchmarks.gpu`, `benchmarks.gpu_engines`, `benchmarks.gpu_kernels`,
+`benchmarks.gpu_measures`, `benchmarks.host_step` and `benchmarks.models`. `PLAN` has the sizes of a
+run. `REHEARSAL` has tiny sizes for a CPU, to show that all parts run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 256  # tokens of a KV block
 def qwen3(
     *, hidden_size: int, num_layers: int, num_heads: int, intermediate_size: int, tied: bool
 ) -> ModelSpec:
-    """Return a dense Qwen3 in bfloat16; fields that all sizes share are as in public configs."""
+    """Return the spec of a dense Qwen3 model in bfloat16."""
     return ModelSpec(
         family="qwen3",
         vocab_size=151_936,
@@ -69,7 +69,12 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloorSizes:
-    """Sizes of the floors: bytes of the buffers, rows of the square matrices, calls per timing."""
+    """Sizes for the measurement of the device's rates.
+
+    device_bytes, pinned_bytes: bytes of the buffers on the device and in pinned host memory.
+    matrix_size: rows and columns of the multiplied matrices.
+    num_calls: calls per timing.
+    """
 
     device_bytes: int
     pinned_bytes: int
@@ -81,14 +86,14 @@ class FloorSizes:
 class Plan:
     """All sizes of a run.
 
-    shapes: the models by name, most important first.
-    batches: numbers of rows of the decode steps; the first is the largest.
-    context_len: tokens of prompt and output of every row.
-    num_held_rows: rows that decode before and after suspends and updates.
-    num_cycles, num_updates: measured suspends and updates; the first page-locks host memory.
-    generate_shape: the model that transformers runs, too.
-    layer_batches: numbers of rows of the measured attention layer.
-    needs_s: seconds that a part may take, by group and step. With fewer left it is skipped.
+    shapes: specs of the models by name, most important first.
+    batches: numbers of rows of the decode steps, largest first.
+    context_len: prompt and output tokens of every row.
+    num_held_rows: rows that decode before and after each suspend and update.
+    num_cycles, num_updates: numbers of measured suspends and updates.
+    generate_shape: name of the model for the comparison with transformers.
+    layer_batches: numbers of rows for the measured attention layer.
+    needs_s: seconds that a part may need, by group and step. The part is skipped if fewer are left.
     """
 
     device: str
@@ -117,7 +122,7 @@ class Plan:
 
     @property
     def pool(self) -> PoolShape:
-        """KV pool of the engines, with room for the largest batch."""
+        """Size of the engines' KV pool: room for the largest batch."""
         return PoolShape(num_rows=max(self.batches), context_len=self.context_len)
 
 
@@ -204,14 +209,15 @@ def layer_matrix_parameters(spec: ModelSpec) -> int:
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of all weights of a model without biases. Tied ones count once."""
+    """Return the bytes of all weights of a model without biases. Tied weights count once."""
     tables = 1 if spec.tie_word_embeddings else 2
     return weight_bytes_per_step(spec) + (tables - 1) * _table_bytes(spec)
 
 
 def weight_bytes_per_step(spec: ModelSpec) -> int:
-    """Return the bytes of weights that a decode step must read: all, except an embedding table that
-    is not also the head. The step reads one row of it per token.
+    """Return the bytes of weights that a decode step must read.
+
+    These are all weights, except an embedding table that is not also the head.
     """
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     layers = spec.num_layers * (layer_matrix_parameters(spec) + norms)
@@ -228,8 +234,10 @@ def kv_bytes_per_token(spec: ModelSpec) -> int:
 
 
 def prefill_flops(spec: ModelSpec, prompt_len: int, num_prompts: int) -> int:
-    """Return the operations to compute whole prompts: the layers for every token, the head for each
-    prompt's last token, and causal attention. A multiplication and an addition count as two.
+    """Return the floating-point operations of the prefill of whole prompts.
+
+    Counts the layers for every token, the head for the last token of each prompt, and causal
+    attention. A multiplication with its addition counts as two.
     """
     layers = 2 * spec.num_layers * layer_matrix_parameters(spec) * prompt_len
     head = 2 * spec.vocab_size * spec.hidden_size

@@ -1,16 +1,16 @@
-"""CPU time of the host per row and decode step, without a model: scheduling and request records.
+"""CPU time of the host per row and decode step, without a model.
 
     python benchmarks/host_step.py                      # half a minute
     python benchmarks/host_step.py --rows 256 --rounds 3
     python benchmarks/host_step.py --small              # seconds: shows that it runs, not how fast
 
-A real engine runs steps of an executor that computes nothing and returns random tokens. Every row
-decodes; none ends. The first table has CPU microseconds per row: medians of rounds, in which all
-sizes take turns, so that other work on the machine disturbs all of them. They include garbage
-collection, and about 0.3 us per step and part for reading the clock.
+A program, run by hand. It prints two tables and writes no file. Real engines run decode steps, but
+their model computes nothing and returns random tokens.
 
-The second table has CPU microseconds per step that an engine of a fleet spends on its reports to
-the coordinator, up to the encoded frames. Prints both tables and writes nothing.
+The first table has CPU microseconds per row and part of a step, for example "schedule". They are
+medians of rounds, and include garbage collection. Reading the clock adds about 0.3 us per step and
+part. The second table has CPU microseconds per step that an engine of a fleet spends on reports to
+the coordinator, including their encoding.
 """
 
 from __future__ import annotations
@@ -66,13 +66,14 @@ _ENTRY = RegisterAck(
 
 @dataclass(slots=True)
 class Stopwatch:
-    """CPU nanoseconds by part since the last `take`. Inner parts are not counted in outer ones."""
+    """CPU nanoseconds of each part since the last `take`. A part inside another counts only
+    once."""
 
     nanoseconds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     _inner: list[int] = field(default_factory=lambda: [0])
 
     def wrap(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with its time added to `part`."""
+        """Return `function`, timed as a part."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0)
@@ -86,17 +87,17 @@ class Stopwatch:
         return timed
 
     def watch(self, owner: object, name: str, part: str) -> None:
-        """Replace the method `name` of `owner` by a timed one."""
+        """Replace the method `name` of `owner` with a timed method."""
         setattr(owner, name, self.wrap(part, getattr(owner, name)))
 
     def take(self) -> dict[str, int]:
-        """Return the measured nanoseconds of each part, and reset them."""
+        """Return the measured nanoseconds of each part, and set them to 0."""
         taken, self.nanoseconds = self.nanoseconds, dict.fromkeys(PARTS, 0)
         return taken
 
 
 class NoModel:
-    """An executor of steps that computes nothing: results are random tokens, known at launch."""
+    """A step executor that computes nothing and returns random tokens."""
 
     overlaps = False
     num_graph_captures = 0
@@ -115,7 +116,7 @@ class NoModel:
 
 
 class EngineWithoutModel(DynamicInferenceEngine):
-    """An engine whose steps compute nothing, with `scheduler` and `outputs` as attributes."""
+    """An engine whose steps compute nothing. `scheduler` and `outputs` are its parts."""
 
     def __init__(
         self,
@@ -141,14 +142,14 @@ class EngineWithoutModel(DynamicInferenceEngine):
 
 
 def engine_without_model(config: InferenceConfig) -> EngineWithoutModel:
-    """Return an engine of the tiny shape SPEC."""
+    """Return an EngineWithoutModel of the tiny shape SPEC."""
     engine = EngineWithoutModel.from_model(CausalLM.random(SPEC), config)
     assert isinstance(engine, EngineWithoutModel)
     return engine
 
 
 class DecodingEngine:
-    """An engine with `num_rows` decoding rows and enough room for `num_steps` steps."""
+    """An engine with `num_rows` decoding rows, which last for at least `num_steps` steps."""
 
     def __init__(self, num_rows: int, num_steps: int, *, has_log_probs: bool) -> None:
         length = -(-(PROMPT_LEN + num_steps + SLACK) // 256) * 256
@@ -173,11 +174,10 @@ class DecodingEngine:
         self._engine.step()
 
     def step(self) -> None:
-        """Run one step, which adds a token to every row."""
         assert not self._engine.step(), "a request ended"
 
     def run(self, num_steps: int) -> dict[str, float]:
-        """Run `num_steps` steps. Returns CPU microseconds per row and step, by part."""
+        """Run `num_steps` steps, and return CPU microseconds per row and step, by part."""
         build = PlannedStep.build_plan
         self.stopwatch.watch(PlannedStep, "build_plan", "plan")
         try:
@@ -191,8 +191,11 @@ class DecodingEngine:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases. Returns the machine, `cases` (microseconds per row by number of rows and
-    part, with and without log-probs), and `reports`."""
+    """Measure all cases.
+
+    Returns the machine, "cases" (microseconds per row, for each number of rows, with and without
+    log-probs) and "reports" (the result of `measure_reports`).
+    """
     num_steps = {
         rows: min(MAX_STEPS, max(4, arguments.row_steps // rows)) for rows in arguments.rows
     }
@@ -224,7 +227,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class ReportingEngine:
-    """The agent of a fleet's engine without a model, whose rows all decode."""
+    """An EngineAgent, as in a fleet, of an engine without a model. All rows decode."""
 
     def __init__(
         self, num_rows: int, num_steps: int, *, streams: bool, has_log_probs: bool
@@ -262,7 +265,7 @@ class ReportingEngine:
             self._agent.step()
 
     def run(self, num_steps: int) -> list[float]:
-        """Return the CPU microseconds of each step that the agent takes, without the engine's."""
+        """Run steps, and return the agent's CPU microseconds in each, without the engine's."""
         taken = []
         for _ in range(num_steps):
             self._watch.take()
@@ -275,7 +278,7 @@ class ReportingEngine:
 
 
 def measure_reports(num_rows: int, num_steps: int) -> list[dict[str, Any]]:
-    """Return microseconds per step of each case: median, 99th percentile and maximum."""
+    """Return median, 99th percentile and maximum of the microseconds per step, for each case."""
     cases = []
     for streams in (False, True):
         for has_log_probs in (False, True):
@@ -333,7 +336,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure and print. Returns the results."""
+    """Run the benchmark, print the tables, and return the results."""
     results = measure(parse_arguments(argv))
     print(as_text(results))
     return results

@@ -1,19 +1,17 @@
-"""How far log-probs of engine and trainer drift apart with the age of the KV, over two engines.
+"""Gap between the log-probs of engine and trainer, by the age of the KV, for two kinds of engines.
 
     python -m benchmarks.kv_age                # an hour on one core; needs SmolLM2 and vLLM
     python -m benchmarks.kv_age --engines rollout --seeds 0 --output a.jsonl
     python -m benchmarks.kv_age --seeds --rows a.jsonl b.jsonl   # runs nothing: table and plot
     python -m benchmarks.kv_age --small        # seconds, with a random model: shows that it runs
 
-SmolLM2-135M learns by GRPO. After each update the new weights go to several engines, which answer
-the same prompts. All prompts begin with the same system prompt and examples, so an engine finds
-their KV in its prefix cache. The engines differ in how old this KV may be. The trainer computes the
-log-probs of each engine's tokens with the newest weights throughout, and the gap is the difference
-between the log-probs of engine and trainer.
+A program, run by hand. SmolLM2-135M learns by GRPO. After each update the new weights go to several
+engines, which answer the same prompts. All prompts begin with the same system prompt and examples,
+so an engine finds their KV in its prefix cache. The engines differ in the greatest age of this KV.
 
-For comparison, the program computes the same tokens with the weights of version 0. This gap is what
-old weights cost. The others are what old KV costs. Prints a Markdown table, adds the rows to the
-file `--output`, and draws docs/images/kv_age.png.
+The trainer computes the log-probs of each engine's tokens with the newest weights. For comparison,
+the program also computes them with the weights of version 0. It prints a Markdown table, adds rows
+to the file of --output, and draws docs/images/kv_age.png.
 
 Shape letters: B rows, T positions, N sampled tokens of a step.
 """
@@ -76,11 +74,13 @@ OLD_WEIGHTS = "old weights"  # the row of tokens that were computed with the wei
 class Gap:
     """The gap of the tokens that one engine sampled after one update.
 
-    engine: one of ENGINES, or OLD_WEIGHTS. version: of the weights. age: of the oldest KV that a
-    token attended to, in versions, the mean over tokens. gap: mean absolute difference of the
-    log-probs, in nats. kl: KL divergence of the trainer's policy from the engine's, estimated by
-    k3 (http://joschu.net/blog/kl-approx.html). outside: share of tokens whose probabilities differ
-    by more than 20%. worst: the largest difference.
+    engine: one of ENGINES, or OLD_WEIGHTS.
+    version: version of the engine's weights.
+    age: age in versions of the oldest KV that a token attended to, mean over tokens.
+    gap: mean absolute difference of the log-probs, in nats.
+    kl: KL divergence of the trainer's policy from the engine's, estimated by k3.
+    outside: share of tokens whose probabilities differ by more than 20%.
+    worst: largest absolute difference of a log-prob.
     """
 
     seed: int
@@ -95,7 +95,7 @@ class Gap:
 
 
 def gap_of(engine_N: torch.Tensor, trainer_N: torch.Tensor, age: float, **of: Any) -> Gap:
-    """Return the gap between two log-probs of each token. `of`: the other fields."""
+    """Return the gap between two log-probs of each token. `of` has the other fields of Gap."""
     difference_N = (engine_N - trainer_N).double()
     return Gap(
         age=age,
@@ -117,12 +117,12 @@ def job_of(is_small: bool, seed: int) -> JobSettings:
 
 
 def update_of(settings: JobSettings) -> UpdateSettings:
-    """Return the job's settings of forward passes, with little memory."""
+    """Return the job's settings for forward passes, with little memory."""
     return replace(settings.algorithm.update_settings, gradient_checkpointing=True)
 
 
 def engine_of(name: str, bound: str, policy: Any, task: Task, directory: Path) -> LLM:
-    """Return an engine with the policy's weights. `directory` holds them, too."""
+    """Return an engine with the policy's weights, which are also saved in `directory`."""
     common: dict[str, Any] = {"block_size_tokens": 32, "max_sequence_length": 512, "seed": 0}
     common |= {"max_requests": 64, "num_threads": 1, "dtype": "float32", "device": "cpu"}
     common |= {"buffer_size_gb": 0.5, **BOUNDS[bound]}
@@ -133,8 +133,10 @@ def engine_of(name: str, bound: str, policy: Any, task: Task, directory: Path) -
 
 
 def oldest_ages(requests: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return, for each sampled token [N], how many versions the oldest KV in its context is behind
-    the weights that sampled it."""
+    """Return the age of the oldest KV in the context of each sampled token, [N].
+
+    The age is in versions behind the weights that sampled the token.
+    """
     return np.concatenate(
         [
             np.asarray(each.policy_versions) - np.asarray(each.context_kv_version_min)
@@ -221,8 +223,10 @@ def step(
 
 
 def table(gaps: Sequence[Gap]) -> str:
-    """Return a Markdown table: a row for each engine and bound, over the second half of all
-    runs."""
+    """Return a Markdown table with a row for each engine and bound.
+
+    The figures are of the second half of all runs: means, and as `worst` the maximum.
+    """
     last = max(gap.version for gap in gaps)
     rows: dict[tuple[str, str], list[Gap]] = defaultdict(list)
     for gap in gaps:
@@ -242,8 +246,10 @@ def table(gaps: Sequence[Gap]) -> str:
 
 
 def draw(gaps: Sequence[Gap], path: Path) -> None:
-    """Draw the mean gap over the weights' versions: a line for each bound, a panel for each engine,
-    a band from the lowest to the highest seed."""
+    """Draw the mean gap over the versions of the weights.
+
+    Each engine has a panel, and each bound a line, with a band from the lowest to the highest seed.
+    """
     from matplotlib.figure import Figure
 
     engines = [name for name in ENGINES if any(gap.engine == name for gap in gaps)]
@@ -260,7 +266,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
                 continue
             versions, values = zip(*sorted(by_version.items()), strict=True)
             is_old = name == OLD_WEIGHTS
-            label = "weights of version 0" if is_old else f"KV: bound {bound}"
+            of_kv = "KV: no bound" if bound == "none" else f"KV: bound {bound}"
+            label = "weights of version 0" if is_old else of_kv
             style = {"color": "gray", "linestyle": "--"} if is_old else {}
             (line,) = axes.plot(versions, [fmean(v) for v in values], label=label, **style)
             low, high = [min(v) for v in values], [max(v) for v in values]
@@ -269,7 +276,8 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("mean gap of log-probs, nats")
-    panels[-1].legend(frameon=False, fontsize="x-small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=150)
 
 

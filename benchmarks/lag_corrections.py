@@ -1,10 +1,10 @@
-"""Bias and noise of each off-policy correction, on a problem whose exact gradient is known.
+"""Bias and noise of off-policy corrections, on a problem whose exact gradient is known.
 
     python benchmarks/lag_corrections.py            # about a minute on one core
     python benchmarks/lag_corrections.py --small    # seconds: shows that it runs
 
-Prints two Markdown tables and writes the plot docs/images/lag_corrections.png. docs/losses.md
-explains the problem and the figures.
+A program, run by hand. It prints two Markdown tables and writes docs/images/lag_corrections.png.
+docs/losses.md explains the problem and the figures.
 
 Shape letters: S policies, B rows, T positions, V tokens of the vocabulary, P parameters.
 """
@@ -30,10 +30,11 @@ KV_LAGS = (0, 2)  # drawn per token, each with equal probability; position 0 has
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parameters:
-    """One version of the parameters of S policies.
+    """Parameters of S policies, at one version.
 
-    own_STV: logits of each token at each position. context_SVV: added logits of each token by the
-    token before it, which stand for what attention reads.
+    own_STV: logits of each token at each position.
+    context_SVV: logits added for each token, by the token before. They stand for attention's
+        context.
     """
 
     own_STV: torch.Tensor
@@ -41,21 +42,21 @@ class Parameters:
 
     @classmethod
     def zeros(cls, num_policies: int) -> Parameters:
-        """Return the parameters of uniform policies."""
+        """Return the parameters of policies that choose all tokens with equal probability."""
         return cls(
             own_STV=torch.zeros(num_policies, NUM_POSITIONS, NUM_TOKENS),
             context_SVV=torch.zeros(num_policies, NUM_TOKENS, NUM_TOKENS),
         )
 
     def requiring_grad(self) -> Parameters:
-        """Return a copy whose tensors collect gradients."""
+        """Return a copy whose tensors require gradients."""
         return Parameters(
             own_STV=self.own_STV.detach().clone().requires_grad_(),
             context_SVV=self.context_SVV.detach().clone().requires_grad_(),
         )
 
     def stepped(self, objective: torch.Tensor, learning_rate: float) -> Parameters:
-        """Return the parameters after one step up the gradient of `objective`."""
+        """Return the parameters after one gradient step that increases `objective`."""
         own, context = torch.autograd.grad(objective, (self.own_STV, self.context_SVV))
         return Parameters(
             own_STV=(self.own_STV + learning_rate * own).detach(),
@@ -63,7 +64,7 @@ class Parameters:
         )
 
     def drifted(self, scale: float, generator: torch.Generator) -> Parameters:
-        """Return the parameters after a random step of standard deviation `scale` in each."""
+        """Return the parameters plus normal noise of standard deviation `scale`."""
         steps = (
             scale * torch.randn(part.shape, generator=generator)
             for part in (self.own_STV, self.context_SVV)
@@ -79,7 +80,7 @@ def logits_at(
 ) -> torch.Tensor:
     """Return the logits [S, B, V] of `position` after the tokens `previous_SB`.
 
-    `own` and `context`: the versions of the two parts. Position 0 has no context.
+    `own_STV` is taken from `own`, and `context_SVV` from `context`. Position 0 has no context.
     """
     own_S1V = own.own_STV[:, position, None]
     num_policies, num_rows = previous_SB.shape
@@ -90,7 +91,7 @@ def logits_at(
 
 
 def logprobs(own: Parameters, context: Parameters, tokens_SBT: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of given tokens, [S, B, T]."""
+    """Return the log-probs [S, B, T] of given tokens."""
     columns = []
     for position in range(NUM_POSITIONS):
         previous_SB = tokens_SBT[..., max(position - 1, 0)]
@@ -101,24 +102,27 @@ def logprobs(own: Parameters, context: Parameters, tokens_SBT: torch.Tensor) -> 
 
 
 def all_sequences() -> torch.Tensor:
-    """Return all sequences, [V^T, T]."""
+    """Return all possible sequences, [V^T, T]."""
     return torch.tensor(list(product(range(NUM_TOKENS), repeat=NUM_POSITIONS)))
 
 
 def all_kv_lags() -> torch.Tensor:
-    """Return all patterns of KV lags, which are equally likely, [patterns, T]."""
+    """Return all patterns of KV lags, [patterns, T]. They are equally likely."""
     return torch.tensor([(0, *lags) for lags in product(KV_LAGS, repeat=NUM_POSITIONS - 1)])
 
 
 def rewards(tokens: torch.Tensor) -> torch.Tensor:
-    """Return rewards in [0, 1]: the squared share of positions that count up from 2, modulo V."""
+    """Return rewards in [0, 1] of sequences.
+
+    A reward is the squared share of positions that count up by 1 modulo V, beginning with 2.
+    """
     previous = torch.nn.functional.pad(tokens, (1, 0), value=1)[..., :-1]
     hits = tokens == (previous + 1) % NUM_TOKENS
     return hits.float().mean(dim=-1).square()
 
 
 def expected_rewards(policy: Parameters) -> torch.Tensor:
-    """Return the exact expected reward of each policy, [S], differentiable."""
+    """Return the exact expected reward of each policy, [S], with gradients."""
     tokens_BT = all_sequences()
     tokens_SBT = tokens_BT.expand(len(policy.own_STV), *tokens_BT.shape)
     probability_SB = logprobs(policy, policy, tokens_SBT).sum(dim=-1).exp()
@@ -130,7 +134,7 @@ def lagged_logprobs(
 ) -> torch.Tensor:
     """Return the behaviour log-probs [S, B, T] of tokens with the given KV lags.
 
-    `history`: the versions, oldest first.
+    `history` has the versions of the policies, oldest first.
     """
     own = version_before(history, policy_lag)
     chosen = torch.zeros(tokens_SBT.shape)
@@ -144,7 +148,8 @@ def lagged_logprobs(
 def sample(
     history: list[Parameters], policy_lag: int, num_rows: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sequences sampled from a lagged policy, and their random KV lags, both [S, B, T]."""
+    """Sample sequences from a lagged policy. Returns the tokens and their random KV lags, [S, B,
+    T]."""
     own = version_before(history, policy_lag)
     num_policies = len(own.own_STV)
     shape = (num_policies, num_rows, NUM_POSITIONS)
@@ -166,7 +171,7 @@ def sample(
 
 
 def version_before(history: list[Parameters], lag: int) -> Parameters:
-    """Return the version `lag` updates before the newest, or the oldest one that is kept."""
+    """Return the version `lag` updates before the newest, or the oldest kept version."""
     return history[max(len(history) - 1 - lag, 0)]
 
 
@@ -181,7 +186,7 @@ ASCENT_RATE, DRIFT, VERSION, NUM_HISTORIES = 1.0, 0.15, 24, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A correction, and the policy from which the loss takes its ratio.
+    """A correction, and the policy that is the denominator of the loss's ratio.
 
     anchor: "behaviour", "proximal" or "present".
     """
@@ -192,7 +197,6 @@ class Contestant:
 
     @property
     def config(self) -> PolicyLossConfig:
-        """Config of the loss with this correction."""
         # The mean of this loss's gradient is the policy gradient itself, without a scale.
         return PolicyLossConfig(kind="dr_grpo", correction=self.correction)
 
@@ -222,7 +226,7 @@ def token_weights(
     policy_lag: int,
     kv_lag_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the loss's weight of each token [B, T]: its gradient over advantage * d log pi."""
+    """Return the factor [B, T] that the loss puts on advantage * gradient of the log-prob."""
     leaf_BT = logprobs_BT.detach().requires_grad_()
     anchors = {"present": logprobs_BT.detach(), "behaviour": None, "proximal": proximal_BT}
     loss, _ = policy_loss(
@@ -240,7 +244,7 @@ def token_weights(
 
 
 def ascend(num_versions: int, seed: int) -> list[Parameters]:
-    """Return the versions of a gradient ascent with random steps, from the uniform policy."""
+    """Return the versions of a noisy gradient ascent, beginning with the uniform policy."""
     generator = torch.Generator().manual_seed(seed)
     history = [Parameters.zeros(1)]
     for _ in range(num_versions):
@@ -251,7 +255,7 @@ def ascend(num_versions: int, seed: int) -> list[Parameters]:
 
 
 def score_functions(policy: Parameters, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of each token's log-prob by all parameters, [B, T, P]."""
+    """Return the gradient of each token's log-prob with respect to all parameters, [B, T, P]."""
     onehot_BTV = torch.nn.functional.one_hot(tokens_BT, policy.own_STV.shape[-1]).float()
     columns = []
     for position in range(NUM_POSITIONS):
@@ -272,9 +276,9 @@ def score_functions(policy: Parameters, tokens_BT: torch.Tensor) -> torch.Tensor
 def gradient_figures(history: list[Parameters], policy_lag: int) -> dict[str, dict[str, float]]:
     """Return exact bias, noise, error and ESS of each contestant's gradient.
 
-    It is the gradient of the second step on a batch. The last version in `history` is the present
-    policy, the one before it the proximal policy. The batch was sampled `policy_lag` versions
-    before the proximal policy.
+    The gradient is that of the second step on a batch. The present policy is the last version in
+    `history`, and the proximal policy is the version before. The batch was sampled `policy_lag`
+    versions before the proximal policy.
     """
     policy, proximal = history[-1], history[-2]
     sequences, patterns = all_sequences(), all_kv_lags()
@@ -315,7 +319,7 @@ def gradient_figures(history: list[Parameters], policy_lag: int) -> dict[str, di
 
 
 def mean_figures(figures: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the mean over histories of every figure of every contestant."""
+    """Return the mean of every figure of every contestant."""
     return {
         name: {key: fmean(each[name][key] for each in figures) for key in row}
         for name, row in figures[0].items()
@@ -325,10 +329,10 @@ def mean_figures(figures: Sequence[dict[str, dict[str, float]]]) -> dict[str, di
 def learning_curve(
     contestant: Contestant, policy_lag: int, num_updates: int, num_seeds: int
 ) -> torch.Tensor:
-    """Train `num_seeds` policies. Returns their mean expected reward, [1 + num_updates].
+    """Train `num_seeds` policies, and return their mean expected reward, [1 + num_updates].
 
-    The first entry is before the first update. Each update takes two steps on one batch. Every
-    contestant gets the same random numbers.
+    The first entry is the reward before the first update. Each update takes two steps on one batch.
+    All contestants get the same random numbers.
     """
     generator = torch.Generator().manual_seed(policy_lag)
     history = [Parameters.zeros(num_seeds)]
@@ -361,7 +365,7 @@ def learning_curve(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print the tables and write the plot."""
+    """Run the benchmark, print the tables and write the plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="few updates, two seeds")
     parser.add_argument("--plot", type=Path, default=PLOT)
@@ -386,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def as_markdown(figures: dict[int, Any], curves: dict[int, Any]) -> str:
-    """Return the tables of docs/losses.md."""
+    """Return the two Markdown tables of docs/losses.md."""
     lines = [
         "| correction | bias, lag 0 | lag 4 | lag 8 | noise, lag 0 | lag 4 | lag 8 "
         "| error, lag 8 | ESS, lag 8 |",
@@ -410,7 +414,8 @@ def as_markdown(figures: dict[int, Any], curves: dict[int, Any]) -> str:
 
 
 def draw(figures: dict[int, Any], curves: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a plot to `path`: bias, noise and ESS by lag, and learning at the largest lag."""
+    """Write a plot to `path`: bias, noise and ESS by lag, and learning curves at the largest
+    lag."""
     import matplotlib
 
     matplotlib.use("Agg")

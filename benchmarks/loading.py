@@ -1,18 +1,15 @@
-"""Memory that building an engine takes: peak resident bytes over the bytes of the weights.
+"""Memory to build an engine: peak resident bytes, relative to the bytes of its weights.
 
     python -m benchmarks.loading                  # 44M parameters; some minutes
     python -m benchmarks.loading --model large    # 0.8 GB, twice in the temporary folder
     python -m benchmarks.loading --model small    # shows that it runs
 
-Each case loads a model in a process of its own, in the stages in which an engine is built: the
-model is opened, its weights are placed and filled, and matrix products are chosen, which packs
-weights. The model comes from a Hugging Face directory of one file or of four, from random numbers,
-or from a CausalLM in memory, whose own bytes count as well. Products are chosen by a rule, or
-ROLLOUT_TUNE names them; oneDNN and MKL keep a second, packed copy of the weights. Resident bytes
-are the process's, pages of checkpoint files included, less the bytes it had before, with torch
-imported and the CPU kernels loaded.
+A program, run by hand. Each case loads a model in a child process, in three stages: the model is
+opened, its weights are filled, and matrix products are chosen, which may pack weights. The model is
+a Hugging Face directory of one file or of four, random numbers, or a CausalLM in memory. Resident
+bytes include mapped checkpoint files, but not what the process had before the load.
 
-Writes a Markdown page and a JSON file to benchmarks/results.
+The program prints a Markdown page, and writes it and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ STAGES = ("open", "fill", "products")
 
 
 def write_directories(spec: ModelSpec, folder: Path) -> None:
-    """Write one model to two folders, "one file" and "four files", which have so many files."""
+    """Write one model to the folders "one file" and "four files", as one and four weight files."""
     model = CausalLM.random(spec)
     save_hf_directory(model, folder / "one file")
     save_hf_directory(model, folder / "four files")
@@ -81,8 +78,8 @@ def write_directories(spec: ModelSpec, folder: Path) -> None:
 def measure(source: Callable[[], Any]) -> dict[str, float]:
     """Load the model that `source` returns, in this process.
 
-    Returns resident bytes over the bytes of the weights, by name: the peak of each of STAGES, the
-    bytes at the end ("built"), and the part of them in packed copies ("packed").
+    Returns resident bytes over the bytes of the weights, by name. The names are STAGES (the stage's
+    peak), "built" (at the end) and "packed" (packed copies at the end).
     """
     backend = create_backend(InferenceConfig(num_threads=1))
     CausalLM.random(TINY).prepare(backend)  # loads and compiles what the first use needs
@@ -107,9 +104,10 @@ def measure(source: Callable[[], Any]) -> dict[str, float]:
 
 
 def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dict[str, float]:
-    """Run `measure` in a new process, with ROLLOUT_TUNE=`switch` or UNSET. Returns its result.
+    """Run `measure` in a child process, and return its result.
 
-    The process finds compiled kernels in `folder`.
+    ROLLOUT_TUNE is set to `switch`, or removed if `switch` is UNSET. `folder` has the model
+    directories. This process's compiled kernels are copied there, for the child.
     """
     command = [sys.executable, "-m", "benchmarks.loading", "--source", source]
     command += ["--folder", str(folder), "--model", model]
@@ -126,7 +124,6 @@ def measure_elsewhere(source: str, switch: str, folder: Path, model: str) -> dic
 
 
 def _copy_kernels(cache: Path) -> None:
-    """Copy this process's compiled kernels to `cache`, so that they are not compiled again."""
     library, folder = load_library(), cache / "rollout" / "native"
     if library is not None and not folder.exists():
         folder.mkdir(mode=0o700, parents=True)
@@ -134,14 +131,14 @@ def _copy_kernels(cache: Path) -> None:
 
 
 def _source(name: str, spec: ModelSpec, folder: Path) -> Any:
-    """Return the model of SOURCES `name` in a form that an engine accepts."""
+    """Return the source `name` of SOURCES, in a form that an engine accepts."""
     if name == "CausalLM":
         return CausalLM.random(spec)
     return spec if name == "random" else folder / name
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row for each case."""
+    """Return a Markdown page with a row for each case."""
     machine, names = results["machine"], (*STAGES, "built", "packed")
     lines = [
         f"# Memory while loading, {results['date']}",
@@ -170,7 +167,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure every case, print and write. Returns the results; with --source {}."""
+    """Measure every case, print and write the results, and return them. Returns {} with
+    --source."""
     arguments = _parse_arguments(argv)
     spec = MODELS[arguments.model]
     torch.set_num_threads(1)

@@ -1,6 +1,8 @@
-"""Describes the machine of a measurement: processor and versions, but no host name.
+"""The machine of a measurement: its CPU, versions, and this process's memory.
 
-Used by the programs of this folder. Also reads and resets this process's memory figures in /proc.
+Used by `benchmarks.pages`, `benchmarks.host_step`, `benchmarks.loading`,
+`benchmarks.memory_cycles`, `benchmarks.trl_step` and `benchmarks.update`. Reads and writes files in
+/proc.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from rollout.backends.select import create_backend
 
 
 def describe(config: InferenceConfig) -> dict[str, str | int]:
-    """Return processor, versions, threads, and the classes of the backend that `config` selects."""
+    """Return CPU, versions, number of threads, and the backend's classes, but no host name.
+
+    `config` selects the backend.
+    """
     backend = create_backend(config)
     return {
         "cpu": _cpu_field("model name") or platform.machine(),
@@ -35,28 +40,32 @@ def describe(config: InferenceConfig) -> dict[str, str | int]:
 
 
 def status_bytes(field: str) -> int:
-    """Return a figure of this process in /proc/self/status, in bytes. VmRSS is the resident
-    memory, VmHWM its peak."""
+    """Return a memory figure of this process from /proc/self/status, in bytes.
+
+    `field` is "VmRSS" for resident memory, or "VmHWM" for its peak.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
 def reset_peak() -> int:
-    """Let VmHWM begin again at the resident memory (see proc(5)). Returns that memory in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
+    """Set the peak VmHWM to the present resident memory, and return that memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
     return status_bytes("VmRSS")
 
 
 def kind(machine: dict[str, str | int]) -> str:
-    """Return a part of a file name, such as "amd-epyc-avx2-1thread", for a `describe` result.
-    "threads" may be missing."""
+    """Return a part of a file name for a `describe` result, such as "amd-epyc-avx2-1thread".
+
+    "threads" is optional in `machine`.
+    """
     threads = f"{machine['threads']}thread" if "threads" in machine else ""
     text = f"{machine['cpu']} {machine['instruction_set']} {threads}"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _cpu_field(name: str) -> str:
-    """Return a field of the first processor in /proc/cpuinfo; "" if there is none."""
+    """Return a field of the first CPU in /proc/cpuinfo, or "" if the field is missing."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return next(

@@ -1,9 +1,12 @@
-"""Measurements of suspends, resumes and updates, and of bare copies of the same bytes.
+"""Measure suspends, resumes and weight updates, and bare copies of the same bytes.
 
-The floor of a suspend with OFFLOAD is one memcpy into pages that are in memory, and the madvise
-that returns the pool's pages to the system. The floor of its resume is one memcpy into pages that
-were just released. The floor of RECOMPUTE is a prefill of the same tokens in new requests. Used by
-`benchmarks.suspend_resume`, which writes the files.
+Used by `benchmarks.suspend_resume`. Each time is compared with a floor:
+- suspend with OFFLOAD: one memcpy into resident pages, and one madvise that frees the pool;
+- resume with OFFLOAD: one memcpy into freed pages;
+- RECOMPUTE: a prefill of the same tokens in new requests;
+- update: one copy of the weights.
+
+`draw` writes a plot.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _HEAD = (
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page: a table of suspends and resumes, then the single figures."""
+    """Return a Markdown page: a table of suspends and resumes, then the other figures."""
     machine, persist, update = results["machine"], results["persist"], results["update"]
     growth = results["persist_growth"]
     recompute = results["recompute"]
@@ -90,7 +93,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Write a plot to `path`: CPU time over the live part of the pool, with OFFLOAD's floors."""
+    """Write a plot to `path`: CPU time by used share of the pool, with the floors of OFFLOAD."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,7 +130,7 @@ _PARAMS = SamplingParams(num_tokens_to_generate=4, ignore_eos=True, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One row of the table: a KV mode, a kind of memory, and the part of the pool in use."""
+    """A row of the table: a KV mode, a memory kind, and the used share of the KV pool."""
 
     mode: str
     memory_kind: str
@@ -158,12 +161,10 @@ class OpenEngine(DynamicInferenceEngine):
 
 
 class Cycles:
-    """Suspends and resumes of an engine with a given part of its KV pool in use.
+    """Suspends and resumes of an engine, each with a given share of its KV pool in use."""
 
-    The blocks are allocated and filled directly: prefilling them would take hours, and the content
-    of the bytes does not change their copies.
-    """
-
+    # Blocks are allocated and filled directly: prefilling them would take hours, and the content
+    # of the bytes does not change their copies.
     def __init__(self, spec: ModelSpec, *, pool_mib: int, memory_kind: str) -> None:
         config = InferenceConfig(
             num_threads=1,
@@ -183,8 +184,10 @@ class Cycles:
         self._samples: dict[Scenario, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
 
     def play_round(self, scenarios: list[Scenario]) -> None:
-        """Run each scenario once: a suspend and a resume, and with OFFLOAD bare copies of the same
-        bytes."""
+        """Run a suspend and a resume for each scenario.
+
+        With OFFLOAD, also times bare copies of the same bytes, for the floors.
+        """
         for scenario in scenarios:
             self._play(scenario)
 
@@ -223,14 +226,14 @@ class Cycles:
         samples["bytes"].append((given, restored, num_live))
 
     def _last_bytes(self, num_bytes: int) -> torch.Tensor:
-        """Return the last bytes of the pool, in which each layer's KV is a view."""
+        """Return the last `num_bytes` of the KV pool."""
         layer = self._kv.layers[0]
         pool = torch.empty(0, dtype=torch.uint8).set_(layer.untyped_storage())
         start = layer.storage_offset() * layer.element_size()
         return pool[start : start + self._kv.num_bytes][-num_bytes:]
 
     def result(self, scenario: Scenario) -> dict[str, Any]:
-        """Return the medians of a scenario's rounds. A ratio is taken within a round."""
+        """Return the medians of a scenario's rounds. Ratios are taken within a round."""
         samples = self._samples[scenario]
         given, restored, num_live = samples["bytes"][-1]
         row: dict[str, Any] = asdict(scenario) | {
@@ -257,7 +260,7 @@ def _over(timings: list[Timing], floors: list[Timing]) -> float:
 
 
 def _running_engine(spec: ModelSpec) -> DynamicInferenceEngine:
-    """Return an engine in which one request decodes."""
+    """Return an engine with one decoding request."""
     config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
     engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
     engine.add_request(list(range(1, 33)), SamplingParams(num_tokens_to_generate=200, seed=1))
@@ -266,7 +269,8 @@ def _running_engine(spec: ModelSpec) -> DynamicInferenceEngine:
 
 
 def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """Return the median CPU seconds of suspend plus resume in PERSIST, with a request running."""
+    """Return the median CPU seconds of suspend plus resume with PERSIST, with one decoding
+    request."""
     engine = _running_engine(spec)
     engine.pause()
     timings = [
@@ -276,9 +280,9 @@ def measure_persist(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 
 
 def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]:
-    """Return the process's resident MiB after the first and the last of `num_cycles` in PERSIST.
+    """Return resident MiB after the first and the last of `num_cycles` with PERSIST.
 
-    Each cycle serves the same small load, which takes a small part of the pool.
+    Each cycle serves 8 short requests.
     """
     config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=1.0)
     engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
@@ -304,8 +308,10 @@ def measure_persist_growth(spec: ModelSpec, num_cycles: int) -> dict[str, float]
 
 
 def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """Return CPU seconds from a resume in RECOMPUTE to the next tokens of 8 requests, and of their
-    first prefill."""
+    """Return CPU seconds from a RECOMPUTE resume to the next tokens of 8 requests.
+
+    Also returns the CPU seconds of the requests' first prefill, and the ratio.
+    """
     config = InferenceConfig(num_threads=1, max_sequence_length=256, buffer_size_gb=0.25)
     engine = DynamicInferenceEngine.from_model(CausalLM.random(spec), config)
     prompts = random.Random(0)
@@ -339,8 +345,7 @@ def measure_recompute(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
 
 
 def measure_update(spec: ModelSpec, num_repeats: int) -> dict[str, float]:
-    """Return the stall of an in-flight update, and the seconds of one copy of the weights in
-    place."""
+    """Return the stall of an in-flight update, and the seconds of one copy of the weights."""
     engine = _running_engine(spec)
     source = CausalLM.random(spec, seed=1).read_weights()
     unique = {tensor.data_ptr(): tensor for tensor in source.values()}

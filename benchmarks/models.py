@@ -1,6 +1,8 @@
-"""Shapes of the measured models, and transformers models of them with random float32 weights.
+"""Shapes of the benchmarked models, and transformers models with random weights.
 
-Used by the programs that compare generation, loading, suspends, products and ranks.
+Used by `benchmarks.generate`, `benchmarks.moe`, `benchmarks.loading`, `benchmarks.products`,
+`benchmarks.suspend_resume`, `benchmarks.tensor_parallel`, `benchmarks.peers` and
+`benchmarks.peers_models`.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ MODELS = {"m45": M45, "small": SMALL}
 
 
 def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
-    """Return a transformers model of this shape with random weights, in float32."""
+    """Return a transformers model of this shape, with random float32 weights."""
     torch.manual_seed(seed)
     values = spec.to_hf_config()
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
@@ -95,7 +97,7 @@ def transformers_model(spec: ModelSpec, seed: int = 0) -> Any:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Return the number of parameters of a dense model without biases. Tied ones count once."""
+    """Return the number of parameters of a dense model without biases. Tied weights count once."""
     layer = layer_matrix_parameters(spec) + 2 * spec.hidden_size
     tables = 1 if spec.tie_word_embeddings else 2
     embeddings = tables * spec.vocab_size * spec.hidden_size

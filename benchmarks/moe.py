@@ -1,12 +1,11 @@
-"""Generation with a mixture of experts against transformers' `generate`, on one thread.
+"""Compare generation of a mixture of experts with transformers' `generate`, on one thread.
 
     python -m benchmarks.moe                # three rounds of W1
     python -m benchmarks.moe --small        # seconds: shows that it runs, not how fast
 
-The model has random weights and 64 experts, 8 for each token. transformers runs with two of its
-implementations of experts. A third, "batched_mm", is left out: it copies the weights of every
-token's experts, 64 GB for the prompts of W1. Writes a page and a JSON file as `benchmarks.generate`
-does.
+A program, run by hand. The model has random weights and 64 experts, of which each token uses 8.
+transformers runs with two implementations of experts, "grouped_mm" and "eager". The program prints
+a Markdown page, and writes it and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from benchmarks.rounds import Contest, play_round, warm_up
 from benchmarks.workloads import Generated, Workload, workloads
 from rollout import LLM, InferenceConfig
 
+# "batched_mm" would copy the weights of each token's experts: 64 GB for the prompts of W1.
 EXPERTS = ("grouped_mm", "eager")
 CACHES = ("dynamic", "static")
 
 
 class TransformersMixture(TransformersGenerate):
-    """transformers' `generate` with one of its implementations of experts."""
+    """transformers' `generate` with the experts implementation `experts`."""
 
     def __init__(self, model: Any, *, cache: str, experts: str) -> None:
         super().__init__(model, cache=cache)
@@ -40,16 +40,14 @@ class TransformersMixture(TransformersGenerate):
         self._experts = experts
 
     def run(self, workload: Workload, seed: int) -> Generated:
-        """Select the implementation of experts, then run as TransformersGenerate does."""
+        """Select the experts implementation, then generate."""
         self._model.set_experts_implementation(self._experts)
         return super().run(workload, seed)
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of W1, and compare log-probs with transformers' forward pass.
-
-    Returns the results.
-    """
+    """Run all rounds of W1, compare our log-probs with a transformers forward pass, return all
+    results."""
     spec = SMALL_MOE if arguments.small else MOE64
     model = transformers_model(spec)
     workload = workloads(spec.vocab_size, is_small=arguments.small)["W1"]
@@ -78,7 +76,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> Results:
 
 
 def main(argv: Sequence[str] | None = None) -> Results:
-    """Run the benchmark. Returns the results."""
+    """Run the benchmark and return the results."""
     parser = results_parser(__doc__, rounds=3, small="a tiny model and workload")
     return measure_and_publish(measure, parser.parse_args(argv))
 

@@ -1,7 +1,8 @@
-"""Environment variables that limit the computing threads of all libraries.
+"""Limit the computing threads of all libraries, by environment variables.
 
-Libraries read them once, when they are loaded, so a program sets them and starts itself again. Used
-by the programs of this folder, and for the processes of peers and servers.
+Used by most programs of this folder, and by `benchmarks.peers_environments` and
+`benchmarks.serving_processes` for child processes. Libraries read the variables when they are
+loaded, so a program sets them and restarts itself.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import sys
 
 
 def thread_environment(num_threads: int) -> dict[str, str]:
-    """Return the environment that allows `num_threads` computing threads, and no downloads.
-
-    A single thread gets OpenMP's passive wait policy, since it has no thread to wait for.
-    """
+    """Return environment variables for `num_threads` computing threads. They forbid downloads."""
+    # A single thread has no other thread to wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"} if num_threads == 1 else {}
     return {
         **waiting,
@@ -27,9 +26,10 @@ def thread_environment(num_threads: int) -> dict[str, str]:
 
 
 def restart_with_one_thread() -> None:
-    """Start this program again with one computing thread, unless its environment says so already.
+    """Restart this program with one computing thread.
 
-    Then this process is replaced, and the call does not return.
+    Replaces this process and does not return, unless the environment already has the variables of
+    `thread_environment(1)`.
     """
     wanted = thread_environment(1)
     if all(os.environ.get(name) == value for name, value in wanted.items()):

@@ -1,12 +1,12 @@
-"""Compare three ways to cut long-tailed rollouts into micro-batches, by tokens per CPU second.
+"""Compare three ways to cut rollouts of varied length into micro-batches.
 
     python benchmarks/packing.py            # two minutes
     python benchmarks/packing.py --small    # seconds: shows that it runs, not how well
 
-The ways are a fixed number of rollouts, a budget of padded tokens, and the same budget of packed
-tokens. Each round computes the gradient of one batch in all three ways and measures CPU time;
-speedups are ratios within a round. Writes a Markdown page and a JSON file to benchmarks/results,
-or to the folder of --output. `benchmarks.update` uses `random_batch`.
+A program, run by hand. `benchmarks.update` imports `random_batch`. The ways are a fixed number of
+rollouts, a limit of padded tokens, and a limit of packed tokens. Each round computes the gradient
+of one batch in all three ways, and measures tokens per CPU second. The program prints a Markdown
+page, and writes it and a JSON file to benchmarks/results or to the folder of --output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCABULARY = 4096
 
 
 def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
-    """Return random rollouts with completions of lognormal lengths, cut at `limit`, unsorted."""
+    """Return random rollouts, unsorted, with lognormal completion lengths of at most `limit`."""
     rng = np.random.default_rng(0)
     new = np.exp(rng.normal(np.log(MEDIAN_TOKENS), SIGMA, num_rollouts)).astype(int)
     return random_batch(torch.from_numpy(new.clip(1, limit)), PROMPT_TOKENS, VOCABULARY, limit)
@@ -40,9 +40,10 @@ def long_tailed_batch(num_rollouts: int, limit: int) -> RolloutBatch:
 def random_batch(
     new_B: torch.Tensor, prompt_tokens: int, vocabulary: int, limit: int
 ) -> RolloutBatch:
-    """Return rollouts of random tokens: prompts of one length, and `new_B` generated tokens each.
+    """Return rollouts of random token ids below `vocabulary`.
 
-    `vocabulary`: number of token ids. `limit`: rollouts with so many new tokens count as truncated.
+    Each prompt has `prompt_tokens` tokens. Rollout i has `new_B[i]` generated tokens, and counts as
+    truncated if that number equals `limit`.
     """
     num_rollouts, lengths_B = len(new_B), new_B + prompt_tokens
     positions_T = torch.arange(int(lengths_B.max()))
@@ -70,9 +71,9 @@ def random_batch(
 
 
 def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each way in each round, without the warm-up round.
+    """Return the CPU seconds of each way in each round. A first round warms up and is left out.
 
-    `max_tokens`: tokens of a micro-batch.
+    `max_tokens` is the limit of tokens in a micro-batch.
     """
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4)
@@ -111,7 +112,7 @@ def measure(batch: RolloutBatch, max_tokens: int, num_rounds: int) -> dict[str, 
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row for each way."""
+    """Return a Markdown page with a row for each way."""
     machine = results["machine"]
     lines = [
         f"# Packing, {results['date']}",
@@ -134,7 +135,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the page and write both files. Returns the content of the JSON file."""
+    """Run the benchmark, print and write the results, and return them."""
     parser = results_parser(__doc__, rounds=5, small="few short rollouts, one round")
     parser.add_argument("--max-tokens", type=int, default=1024, help="most tokens of a micro-batch")
     arguments = parser.parse_args(argv)

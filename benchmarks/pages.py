@@ -1,6 +1,7 @@
-"""Options, progress bars and result pages, shared by the benchmark programs of this folder.
+"""Options, progress bars and result files of the benchmark programs.
 
-Writes a Markdown page, and a JSON file beside it. `dated` sets torch's number of threads.
+Used by most programs of this folder. `write_page` and `publish` write a Markdown page and a JSON
+file beside it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ RESULTS = Path(__file__).parent / "results"
 def results_parser(
     description: str | None, *, rounds: int | None = None, small: str = ""
 ) -> argparse.ArgumentParser:
-    """Return a parser with the option --output, and with --rounds and --small if they are given.
+    """Return a parser with the option --output.
 
-    description: the program's docstring, of which the first line is shown.
-    rounds: default of --rounds. small: help text of --small.
+    `description` is the program's docstring, of which the help shows the first line. If `rounds` is
+    given, the parser also has --rounds with this default. If `small` is given, the parser also has
+    --small with this help text.
     """
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     if rounds is not None:
@@ -41,24 +43,24 @@ def results_parser(
 
 
 def at_least_one(text: str) -> int:
-    """Return an option's value as an integer. Raises ArgumentTypeError if it is below 1."""
+    """Parse an integer option. Raises ArgumentTypeError if the integer is below 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return number
 
 
 def dated(config: InferenceConfig | None = None) -> dict[str, Any]:
-    """Return the first entries of a benchmark's results: today's date, and the machine.
+    """Return today's date and the machine: the first entries of a benchmark's results.
 
-    config: selects the backend that is named with the machine. Sets torch's number of threads, if
-        `num_threads` is given. None: the default backend, and one thread.
+    `config` selects the backend that the machine's description names. None selects the default
+    backend with one thread. Sets torch's number of threads to `config.num_threads` if given.
     """
     machine = describe(config or InferenceConfig(num_threads=1))
     return {"date": datetime.date.today().isoformat(), "machine": machine}
 
 
 def progress_bar(console: Console) -> Progress:
-    """Return a progress display with the number of steps done and the time elapsed."""
+    """Return a progress bar with the number of steps done and the elapsed time."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=console)
 
@@ -69,21 +71,21 @@ def table_row(cells: Iterable[str]) -> str:
 
 
 def page_path(results: dict[str, Any], name: str, folder: Path) -> Path:
-    """Return the path of the page in `folder`, named by the results' date, `name` and machine."""
+    """Return the path of the page in `folder`. The date, `name` and the machine are in its name."""
     return folder / f"{results['date']}-{name}-{kind(results['machine'])}.md"
 
 
 def write_page(results: dict[str, Any], page: str, path: Path) -> None:
-    """Write the page to `path` and the results to the JSON file beside it. Overwrites both."""
+    """Write the page to `path`, and the results to a JSON file beside it. Overwrites both."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     path.with_suffix(".json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def publish(results: dict[str, Any], page: str, name: str, folder: Path, console: Console) -> None:
-    """Write page and JSON file, print the page to stdout, and their path to `console`.
+    """Write the page and its JSON file, print the page, and print the path to `console`.
 
-    Renames earlier files of that name (`set_aside`).
+    Renames an earlier page and JSON file of the same name.
     """
     path = page_path(results, name, folder)
     for own in (path, path.with_suffix(".json")):

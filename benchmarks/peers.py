@@ -3,17 +3,16 @@
     python -m benchmarks.peers                         # everything, more than an hour
     python -m benchmarks.peers --models 4M --dtypes float32 --threads 1              # three minutes
     python -m benchmarks.peers --peers openvino llama.cpp --workloads W3
-    python -m benchmarks.peers --merge A.json B.json   # one page of what was measured before
+    python -m benchmarks.peers --merge A.json B.json   # merge earlier results, measure nothing
     python -m benchmarks.peers --small --peers transformers                   # shows that it runs
 
-A peer is another engine; a contestant is a peer or our engine, in a process of its own. Each peer
-is installed once, in its own environment below --cache, which takes minutes, and a quarter of an
-hour for llama.cpp. All contestants get the same number of threads and take turns. In float32 a peer
-must first generate our greedy tokens. With a large model, only one peer at a time is in memory
-beside our engine. A peer that cannot be installed or cannot run here is listed with the reason.
+A program, run by hand. A peer is another engine. Each engine runs in a child process, with the same
+number of threads, and the engines take turns. The first run installs each peer in an environment of
+its own below --cache, which takes minutes. In float32, a peer is left out if its greedy tokens
+differ from ours. A peer that does not install or run here is listed with the reason.
 
-After each model and dtype, the day's Markdown page, JSON file and plot in --output are written. A
-later run on the same day replaces only the rounds of the peers and workloads that it measures.
+After each model and dtype, the program writes a Markdown page, a JSON file and a plot to --output.
+A later run on the same day replaces only the results that it measures again.
 """
 
 from __future__ import annotations
@@ -85,9 +84,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A unit of comparison: one model in one dtype with a number of threads.
+    """One model in one dtype with a number of threads, and the engines to compare.
 
-    contests: the workloads. ours: our engine. groups: the peers; those of a group run at once.
+    contests: the workloads.
+    ours: our engine.
+    groups: the peers. All peers of one group are in memory at the same time.
     """
 
     model: str
@@ -106,11 +107,11 @@ class Line:
         return num_parameters(MODELS[self.model])
 
     def play_seconds(self, contest: Contest) -> float:
-        """Return the estimated seconds of one contestant in one round."""
+        """Return the estimated seconds of one engine in one round."""
         return contest.estimated_seconds(self.num_parameters, self.num_threads)
 
     def rounds_seconds(self, num_rounds: float) -> float:
-        """Return the estimated seconds of all rounds, if every contestant plays all of them."""
+        """Return the estimated seconds of all rounds, if every engine plays all rounds."""
         num_plays = num_rounds * sum(1 + len(group) for group in self.groups)
         return num_plays * sum(self.play_seconds(contest) for contest in self.contests)
 
@@ -121,7 +122,7 @@ class Line:
 
 
 def lines(arguments: argparse.Namespace) -> list[Line]:
-    """Return the lines that the arguments select."""
+    """Return the lines that the command-line arguments select."""
     chosen = []
     for num_threads, model, dtype in product(arguments.threads, arguments.models, arguments.dtypes):
         names = arguments.workloads or _default_workloads(model, num_threads)
@@ -144,14 +145,14 @@ def lines(arguments: argparse.Namespace) -> list[Line]:
 
 
 def _default_workloads(model: str, num_threads: int) -> Sequence[str]:
-    """Return the workloads that run without --workloads: fewer ones where a round takes long."""
+    """Return the workloads that run without --workloads. Slow models have fewer or none."""
     if num_threads == 1:
         return ("W1", "W3") if model == LARGE else WORKLOADS
     return () if model == LARGE else ("W1", "W2")
 
 
 class LineDisplay:
-    """A progress bar that advances by the estimated seconds of each run of a contestant."""
+    """A progress bar in estimated seconds. Implements `Display` of `benchmarks.peers_rounds`."""
 
     def __init__(self, progress: Progress, line: Line, num_rounds: int) -> None:
         self._progress, self._line = progress, line
@@ -159,17 +160,19 @@ class LineDisplay:
         self._task: TaskID = progress.add_task(line.name, total=total)
 
     def show(self, text: str) -> None:
-        """Show what runs now."""
+        """Show which engine runs now."""
         self._progress.update(self._task, description=f"{self._line.name}: {text}")
 
     def advance(self, contest: Contest, num_plays: int) -> None:
-        """Advance the bar by `num_plays` runs of a contestant."""
+        """Advance the bar by `num_plays` runs of an engine."""
         self._progress.advance(self._task, num_plays * self._line.play_seconds(contest))
 
 
 def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Comparison:
-    """Play all rounds and return the results. Raises PeerError if our engine fails or a workload
-    has no peer left."""
+    """Play all rounds of a line, and return the results.
+
+    Raises PeerError if our engine fails or a workload has no peer left.
+    """
     torch.set_num_threads(line.num_threads)
     tournament = _play(line, arguments, LineDisplay(progress, line, arguments.rounds))
     for name, result in tournament.results.items():
@@ -193,7 +196,7 @@ def compare(line: Line, arguments: argparse.Namespace, progress: Progress) -> Co
 def _play(line: Line, arguments: argparse.Namespace, display: LineDisplay) -> Tournament:
     """Start our engine, then one group of peers after another, and play their rounds.
 
-    A peer's process ends with its group, ours with the last group.
+    The peers of a group end before the next group starts.
     """
     folder = model_directory(line.model, line.dtype, arguments.cache)
 
@@ -223,7 +226,8 @@ def _play(line: Line, arguments: argparse.Namespace, display: LineDisplay) -> To
 
 
 def write(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> Path:
-    """Merge `comparisons` into the page, JSON file and plot of their day. Returns the page."""
+    """Merge `comparisons` into the page, JSON file and plot of their day, and return the page's
+    path."""
     name = "peers-small" if arguments.small else "peers"
     path = page_path(as_json(comparisons), name, arguments.output)
     earlier = read_json(path.with_suffix(".json")) if path.with_suffix(".json").is_file() else []
@@ -235,7 +239,10 @@ def write(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> P
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Comparison], int]:
-    """Measure and write line by line. Returns the comparisons and the number of failed lines."""
+    """Measure line by line, and write the results after each line.
+
+    Returns the comparisons and the number of failed lines.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     comparisons, num_failed = [], 0
     for line in lines(arguments):
@@ -253,7 +260,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> tuple[list[Compa
 
 
 def estimate_table(arguments: argparse.Namespace) -> Table:
-    """Return a table of the lines and their estimated minutes."""
+    """Return a table with the estimated minutes of each line."""
     table = Table("model, dtype, threads", "workloads", "minutes, about")
     total = 0.0
     for line in lines(arguments):
@@ -266,7 +273,7 @@ def estimate_table(arguments: argparse.Namespace) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, print and write. Returns the exit code."""
+    """Compare the engines, print and write the results, and return the exit status."""
     arguments = parse_arguments(argv)
     # SIGTERM raises an exception, so that the contestants' processes end too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

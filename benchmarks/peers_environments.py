@@ -1,6 +1,7 @@
-"""The peers of `benchmarks.peers`: installs each in its own environment, and starts its process.
+"""Installs and starts the peers of `benchmarks.peers`, most in environments of their own.
 
-Writes environments, converted models and log files below the cache folder.
+Used by `benchmarks.peers`. Writes environments, converted models and log files below the cache
+folder, and starts child processes.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from benchmarks.peers_results import INT8_SUFFIX
 from benchmarks.peers_rounds import Contestant
 from benchmarks.peers_worker import KV_CACHE_GIB
 
-# Limit for a model with which all peers are in memory at once. A peer needs twice its weights.
+# All peers are in memory at once up to this model size. A peer needs twice its weights.
 _MAX_SHARED_PARAMETERS = 200_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A contestant that has not started: a recipe and a precision (float32, bfloat16, int8)."""
+    """An engine that is not started yet.
+
+    precision: "float32", "bfloat16" or "int8".
+    """
 
     recipe: PeerRecipe
     precision: str
@@ -40,10 +44,11 @@ class Entry:
     def start(
         self, model: Path, num_threads: int, arguments: argparse.Namespace, stack: ExitStack
     ) -> Contestant:
-        """Install the engine, convert the model if need be, and load it in a process.
+        """Install the engine, convert the model if the engine needs it, and load it in a child
+        process.
 
-        `arguments`: has the options --cache and --timeout of benchmarks.peers. `stack` ends the
-        process. Raises PeerError if any of this fails.
+        `arguments` has the options --cache and --timeout of `benchmarks.peers`. The process ends
+        with `stack`. Raises PeerError if a step fails.
         """
         logs = arguments.cache / "logs"
         python = python_of(self.recipe, arguments.cache, logs)
@@ -61,7 +66,7 @@ class Entry:
     def _converted(
         self, model: Path, arguments: argparse.Namespace, converter: WorkerProcess
     ) -> Path:
-        """Return the folder of the model in the peer's format. Converts it if it is not there."""
+        """Return the folder of the model in the peer's format. Converts the model if needed."""
         folder = f"{model.name}-{self.precision}-{self.recipe.name}-{self.recipe.version}"
         target: Path = arguments.cache / "converted" / folder.lower().replace(" ", "-")
         complete = target / "complete"
@@ -76,7 +81,7 @@ class Entry:
 
 
 def entries(peers: Sequence[str], dtype: str, *, has_int8: bool) -> list[Entry]:
-    """Return our entry, then the peers, then the peers with int8 weights."""
+    """Return the entry of our engine, then of the peers, then of the peers with int8 weights."""
     recipes = [PEERS[name] for name in peers]
     exact = [Entry(recipe=recipe, precision=dtype) for recipe in (OURS, *recipes)]
     narrow = [Entry(recipe=r, precision="int8") for r in recipes if r.is_converted and has_int8]
@@ -84,7 +89,7 @@ def entries(peers: Sequence[str], dtype: str, *, has_int8: bool) -> list[Entry]:
 
 
 def in_groups(peers: Sequence[Entry], num_parameters: int) -> list[list[Entry]]:
-    """Return the peers as one group, or one group for each peer if the model is large."""
+    """Return the peers in one group, or each peer in its own group if the model is large."""
     if num_parameters > _MAX_SHARED_PARAMETERS:
         return [[peer] for peer in peers]
     return [list(peers)]
@@ -96,12 +101,12 @@ INSTALL_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRecipe:
-    """How to install and run a peer. Without `requirements` it runs in this environment.
+    """Installation and start of a peer.
 
-    module: the program of the contestant's process.
-    requirements: packages for pip. removed: dependencies to uninstall again, because they fail with
-        the pinned torch.
-    is_converted: it reads its own file format, in float32, bfloat16 or int8.
+    module: main module of the peer's process.
+    requirements: packages for pip. Without any, the peer runs in the environment of this process.
+    removed: dependencies that are uninstalled again, because they fail with the pinned torch.
+    is_converted: whether the peer has its own file format, which can hold int8 weights.
     """
 
     name: str
@@ -165,10 +170,7 @@ PEERS = {
 
 
 def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
-    """Return the environment variables of a contestant's process, which imports this package.
-
-    Hugging Face downloads are off.
-    """
+    """Return the environment variables of a peer's process."""
     return {
         **thread_environment(num_threads),
         "PYTHONPATH": str(ROOT),
@@ -177,9 +179,9 @@ def run_environment(recipe: PeerRecipe, num_threads: int) -> dict[str, str]:
 
 
 def python_of(recipe: PeerRecipe, cache: Path, logs: Path) -> Path:
-    """Return the Python that runs the peer. Creates the peer's environment if it is not there.
+    """Return the path of the Python that runs the peer. Installs the peer first if needed.
 
-    Raises PeerError if it cannot be installed.
+    Raises PeerError if the installation fails.
     """
     if not recipe.requirements:
         return Path(sys.executable)

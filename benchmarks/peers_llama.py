@@ -1,7 +1,9 @@
-"""The process of llama.cpp in `benchmarks.peers`: calls its C functions, samples with NumPy.
+"""The process of llama.cpp in `benchmarks.peers`.
 
-`benchmarks.peers_environments` starts it. Shape letters: R rows, V tokens of the vocabulary, P
-parts of the vocabulary, W tokens of a part.
+Started by `benchmarks.peers_environments`, and answers requests on stdin. Calls llama.cpp's C
+functions, and samples with NumPy.
+
+Shape letters: R rows, V tokens of the vocabulary, P parts of the vocabulary, W tokens of a part.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ _FILE_TYPES = {
 
 
 def write_gguf(model: Path, target: Path, precision: str) -> None:
-    """Write a Hugging Face model to a GGUF file in folder `target`, without its tokenizer.
+    """Write a Hugging Face model to a GGUF file in the folder `target`, without its tokenizer.
 
-    Matrices get the type of `precision`; vectors stay in float32.
+    Matrices have the type of `precision`, and vectors have float32.
     """
     config = json.loads((model / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -72,7 +74,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the tensors of a safetensors file in float32, because NumPy has no bfloat16."""
+    """Yield the names and tensors of a safetensors file, in float32."""
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_size))
@@ -82,7 +84,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
             continue
         start, end = entry["data_offsets"]
         values = raw[start:end]
-        if entry["dtype"] == "BF16":
+        if entry["dtype"] == "BF16":  # NumPy has no bfloat16
             wide = values.view(np.uint16).astype(np.uint32) << 16
             yield name, wide.view(np.float32).reshape(entry["shape"])
         else:
@@ -92,10 +94,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
 def _for_paired_rotation(
     name: str, tensor: NDArray[np.float32], config: dict[str, Any]
 ) -> NDArray[np.float32]:
-    """Return the tensor, with the rows of Llama's query and key projections reordered.
-
-    llama.cpp applies rotary embeddings to neighbouring rows.
-    """
+    """Return the tensor, with the rows of Llama's query and key projections reordered."""
+    # llama.cpp applies rotary embeddings to neighbouring rows.
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = next((part for part in heads if part in name), None)
     if config["model_type"] != "llama" or part is None:
@@ -117,7 +117,10 @@ _DRAW_WIDTH = 256  # tokens of a part of the vocabulary; all vocabularies are mu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """A token of one sequence in a batch. `wants_logits`: the next token is sampled after it."""
+    """A token of one sequence in a batch.
+
+    wants_logits: whether the next token is sampled after this token.
+    """
 
     token: int
     position: int
@@ -126,7 +129,7 @@ class _Row:
 
 
 class LlamaCpp:
-    """llama.cpp's engine: one context, in which each sample is a sequence."""
+    """llama.cpp's engine. Each sample is a sequence of one context."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         llama_cpp.llama_backend_init()
@@ -184,7 +187,7 @@ class LlamaCpp:
         return Generated(tokens=tokens, logprobs=logprobs if workload.wants_logprobs else None)
 
     def _prefill(self, workload: Workload) -> NDArray[np.float32]:
-        """Return the logits after each prompt. Each prompt is computed once for all samples."""
+        """Return the logits after each prompt. Each prompt is computed once for all its samples."""
         parts: list[NDArray[np.float32]] = []
         rows: list[_Row] = []
         for index, prompt in enumerate(workload.prompts):
@@ -200,9 +203,9 @@ class LlamaCpp:
         return np.concatenate(parts)
 
     def _decode(self, rows: Sequence[_Row]) -> NDArray[np.float32]:
-        """Run a batch. Returns the logits of the rows with `wants_logits`.
+        """Run a batch, and return the logits of the rows with `wants_logits`.
 
-        They are a view, valid until the next batch.
+        The logits are a view that is valid until the next batch.
         """
         batch = self._batch
         batch.n_tokens = len(rows)
@@ -233,20 +236,18 @@ def _prompt_rows(prompt: Sequence[int], sequence_id: int) -> list[_Row]:
 
 
 class _Sampler:
-    """Samples one token per row, by the inverse of the distribution function or greedily."""
+    """Samples one token per row, at temperature 1 or greedily."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self._is_greedy = workload.temperature == 0
         self._random = np.random.default_rng(seed)
 
     def draw(self, logits_RV: NDArray[np.float32]) -> tuple[list[int], list[float]]:
-        """Return one token per row, and the tokens' log-probs.
-
-        A part of the vocabulary is sampled by its summed probability, then a token of this part, so
-        that only one part needs a cumulative sum. Greedy tokens have log-prob 0.
-        """
+        """Return one token per row, and its log-prob. Greedy tokens have log-prob 0."""
         if self._is_greedy:
             return logits_RV.argmax(axis=1).tolist(), [0.0] * len(logits_RV)
+        # Samples a part of the vocabulary by its summed probability, then a token of this part.
+        # So only one part needs a cumulative sum.
         num_rows, vocab_size = logits_RV.shape
         rows = np.arange(num_rows)
         weights_RV = np.exp(logits_RV - logits_RV.max(axis=1, keepdims=True))

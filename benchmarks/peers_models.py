@@ -1,6 +1,7 @@
-"""Models of `benchmarks.peers` and `benchmarks.serving`: directories with random weights.
+"""Model directories with random weights and a tokenizer, for the benchmarks.
 
-Writes them below the cache folder.
+Used by `benchmarks.peers`, `benchmarks.serving` and `benchmarks.vllm_step`. Writes the directories
+below the cache folder.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MODELS = {
 
 
 def model_directory(name: str, dtype: str, cache: Path) -> Path:
-    """Return the directory of a model and its tokenizer. Creates it below `cache` if needed."""
+    """Return the directory of the model `name` in `dtype`. Creates it below `cache` if needed."""
     spec = replace(MODELS[name], dtype=parse_dtype(dtype))
     folder = cache / "models" / f"{name}-{dtype}"
     if (folder / "complete").is_file():
@@ -64,11 +65,11 @@ def model_directory(name: str, dtype: str, cache: Path) -> Path:
 
 
 def _trained_tokenizer(vocab_size: int) -> Any:
-    """Train a byte-level BPE tokenizer on this package's own sources.
+    """Return a byte-level BPE tokenizer that is trained on the benchmarks' sources.
 
-    Its vocabulary has at most 4,096 tokens, fewer than some models have. That is enough: prompts
-    are token ids, and peers only check that there is a tokenizer.
+    The tokenizer has at most 4,096 tokens, fewer than some models.
     """
+    # Prompts are token ids, so peers only check that there is a tokenizer.
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

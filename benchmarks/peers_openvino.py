@@ -1,6 +1,6 @@
-"""The process of OpenVINO GenAI, with continuous batching, in `benchmarks.peers`.
+"""The process of OpenVINO GenAI with continuous batching, in `benchmarks.peers`.
 
-`benchmarks.peers_environments` starts it.
+Started by `benchmarks.peers_environments`, and answers requests on stdin.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FILE = "openvino_model.xml"
 
 
 def convert(model: Path, target: Path, precision: str) -> None:
-    """Export the Hugging Face directory `model` to OpenVINO's format in folder `target`.
+    """Export the Hugging Face directory `model` to OpenVINO's format, in the folder `target`.
 
-    int8 matrices have one scale per row.
+    With precision "int8", matrices have one scale per row.
     """
     _require_instructions(precision)
-    # Both import torch, which the measured process must not load.
+    # nncf and optimum import torch, which the measured process must not load.
     import nncf
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
@@ -43,16 +43,15 @@ def convert(model: Path, target: Path, precision: str) -> None:
 
 
 def _require_instructions(precision: str) -> None:
-    """Raise RuntimeError for bfloat16 on a processor without bfloat16 instructions: OpenVINO would
-    compute in float32 there.
-    """
+    """Raise RuntimeError for bfloat16 if this CPU has no bfloat16 instructions."""
+    # OpenVINO would compute in float32.
     able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if precision == "bfloat16" and "BF16" not in able:
         raise RuntimeError(f"no bfloat16 on this processor, only {', '.join(able)}")
 
 
 class OpenVino:
-    """Runs a model in OpenVINO's format, in float32, in bfloat16, or with int8 weights."""
+    """Runs a model in OpenVINO's format, with float32, bfloat16 or int8 weights."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         _require_instructions(precision)

@@ -1,7 +1,7 @@
-"""Processes with a time limit: contestants, and installers of their environments.
+"""Child processes with a time limit: engines under comparison, and their installers.
 
-Used by `benchmarks.peers`, `benchmarks.peers_environments` and `benchmarks.peers_rounds`. Writes
-log files.
+Used by `benchmarks.peers`, `benchmarks.peers_environments` and `benchmarks.peers_rounds`. Starts
+and kills processes, and writes log files.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _READ_SIZE_BYTES = 1 << 20
 
 
 class PeerError(Exception):
-    """A contestant cannot be installed, started or asked; the message has the reason."""
+    """An engine does not install, start or reply. The message has the reason."""
 
 
 def run_logged(
     command: Sequence[str], log: Path, timeout_s: float, environment: Mapping[str, str]
 ) -> None:
-    """Run `command` to its end and append its output to `log`.
+    """Run `command` to its end, and append its output to `log`.
 
-    Raises PeerError if it fails or takes longer than `timeout_s`; then it is killed.
+    Raises PeerError if the command fails or takes longer than `timeout_s`. Kills the command in the
+    second case.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
@@ -56,13 +57,13 @@ def run_logged(
 
 
 class WorkerProcess:
-    """A contestant's process, which runs `serve` of benchmarks.peers_worker.
+    """The process of an engine, which runs `serve` of `benchmarks.peers_worker`.
 
-    A context manager: leaving it ends the process.
+    A context manager: the process ends with the block.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Start the process. `log`: file to which its stderr is appended."""
+        """Start the process. Appends its stderr to the file `log`."""
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
@@ -78,14 +79,14 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process; None while it runs."""
+        """Exit code of the process, or None while it runs."""
         return self._process.poll()
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one request and return its reply.
+        """Send one request, and return its reply.
 
-        Raises PeerError if the reply is an error or not JSON, the process has ended, or no reply
-        comes in time.
+        Raises PeerError if the reply is an error or not JSON, if the process has ended, or if no
+        reply comes in time.
         """
         assert self._process.stdin is not None
         try:
@@ -105,7 +106,8 @@ class WorkerProcess:
         return dict(reply)
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Return the next line, or None at the deadline. Raises PeerError at the end of output."""
+        """Return the next line, or None after the deadline. Raises PeerError at the end of
+        output."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while b"\n" not in self._unread:
@@ -120,7 +122,7 @@ class WorkerProcess:
         return line
 
     def _lost(self) -> PeerError:
-        """Return the error of a process that has ended, with the end of its log."""
+        """Return the error for a process that has ended, with the end of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_TIMEOUT_S)
         return PeerError(f"its process ended ({self.exit_code}): {_tail(self._log)}")
@@ -134,8 +136,10 @@ class WorkerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the process's input and wait for its end. After an error, or if it does not end in
-        time, kill it and its children."""
+        """Close the process's stdin, wait for its end, and kill its whole process group.
+
+        Waits at most 10 s, and not at all after an error.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
@@ -147,7 +151,7 @@ class WorkerProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of the session that began with this process, and wait for it."""
+    """Kill all processes of this process's group, and wait for this process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

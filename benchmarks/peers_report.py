@@ -1,4 +1,7 @@
-"""Formats the Markdown page and draws the plot of `benchmarks.peers`, which writes the page."""
+"""Formats the results of `benchmarks.peers` as a Markdown page and a plot.
+
+Used by `benchmarks.peers`. `draw` writes the plot's file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _CLOCK_TITLES = {"cpu": "CPU", "wall": "wall"}
 
 
 def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
-    """Return the page: the machine, a table of all ratios, then each comparison with its rounds."""
+    """Return the page: the machine, a table of all ratios, then the rounds of each comparison."""
     machine, date = comparisons[0].machine, as_json(comparisons)["date"]
     lines = [
         f"# Generation beside other engines, {date}",
@@ -44,7 +47,7 @@ def as_markdown(comparisons: Sequence[Comparison], plot: str) -> str:
 
 
 def summary_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a table with the ratio to the best peer, for each workload of each comparison."""
+    """Return a table with the ratio of our speed to the best peer's, for each workload."""
     lines = [
         "| model | dtype | threads | | ours / best peer, CPU | range | wall | range | best peer |",
         "|---|---|---:|---|---:|---:|---:|---:|---|",
@@ -107,15 +110,15 @@ def _workload_lines(result: WorkloadResult) -> list[str]:
 
 
 def _ratio_cells(ratios: Sequence[float], num_rounds: int) -> list[str]:
-    """Return one cell for each round, empty if it was not played, and one for the median."""
+    """Return a cell for each round, empty if the round is missing, then the median."""
     cells = [f"{ratio:.2f}" for ratio in ratios] + [""] * (num_rounds - len(ratios))
     return [*cells, f"{statistics.median(ratios):.2f}"]
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """Write a plot to `path`: our speed over each peer's, by the clock that counts.
+    """Write a plot to `path`: the ratio of our speed to each peer's speed.
 
-    Bars are medians over the rounds, with the range.
+    Bars show the median over rounds, with the range.
     """
     import matplotlib
 

@@ -1,6 +1,7 @@
-"""Results of `benchmarks.peers` as plain values: seconds, ratios, and the merging of runs.
+"""Results of `benchmarks.peers`: seconds of each engine, ratios, and merging of runs.
 
-`benchmarks.peers_rounds` fills them; `benchmarks.peers_report` formats them.
+Used by `benchmarks.peers`, `benchmarks.peers_environments`, `benchmarks.peers_rounds` and
+`benchmarks.peers_report`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ Seconds = Mapping[str, Mapping[str, float]]
 class WorkloadResult:
     """The rounds of a workload.
 
-    groups: for each group of peers that ran together, their rounds. Our engine is in all groups.
-    num_counted: tokens that a round counts for speeds. counted: their kind, "output" or "prompt".
+    groups: the rounds of each group of peers that ran together. Our engine is in every round.
+    num_counted: tokens that a round counts for the speed.
+    counted: kind of the counted tokens, "output" or "prompt".
     """
 
     summary: str
@@ -36,7 +38,7 @@ class WorkloadResult:
 
     @property
     def peers(self) -> list[str]:
-        """Names of the peers, in the order in which they first ran."""
+        """Names of the peers, in the order of their first runs."""
         names = [name for group in self.groups for name in group[0]]
         return [name for name in dict.fromkeys(names) if name != OUR_NAME]
 
@@ -59,12 +61,13 @@ class WorkloadResult:
         return [ratio for ratio, _ in self.best_peers(clock)]
 
     def speed(self, name: str, clock: str) -> float:
-        """Return the median, over its rounds, of a contestant's tokens per second."""
+        """Return the median of an engine's tokens per second over its rounds."""
         rounds = [seconds for group in self.groups for seconds in group if name in seconds]
         return statistics.median(self.num_counted / seconds[name][clock] for seconds in rounds)
 
     def updated(self, newer: WorkloadResult) -> WorkloadResult:
-        """Return this result with the rounds of `newer` in place of its peers' rounds."""
+        """Return this result, with the rounds of `newer` in place of earlier rounds of its
+        peers."""
         kept: list[list[Seconds]] = []
         for group in self.groups:
             others = [_without(seconds, newer.peers) for seconds in group]
@@ -80,9 +83,11 @@ def _without(seconds: Seconds, names: Sequence[str]) -> Seconds:
 class Comparison:
     """The results of one model in one dtype with a number of threads.
 
-    By peer: `versions`; `equal_greedy_share`, the share of our greedy tokens that it generated; and
-    `left_out`, the reason why it has no result. `workloads`: results by name of the workload.
-    `load_averages`: the machine's load average at the start of each round.
+    versions: version of each peer.
+    left_out: reason why a peer has no result, by peer.
+    equal_greedy_share: share of our greedy tokens that a peer also generated, by peer.
+    load_averages: load average of the machine at the start of each round.
+    workloads: results by name of the workload.
     """
 
     date: str
@@ -103,11 +108,11 @@ class Comparison:
 
     @property
     def clock(self) -> str:
-        """The clock that counts: CPU time for one thread, wall time for several."""
+        """The clock that counts: "cpu" for one thread, "wall" for several."""
         return "cpu" if self.machine["threads"] == 1 else "wall"
 
     def updated(self, newer: Comparison) -> Comparison:
-        """Return this comparison with the results of a later run of the same key."""
+        """Return this comparison, updated with a later comparison of the same key."""
         workloads = dict(self.workloads)
         for name, result in newer.workloads.items():
             workloads[name] = workloads[name].updated(result) if name in workloads else result
@@ -124,9 +129,9 @@ class Comparison:
 
 
 def merged(older: Sequence[Comparison], newer: Sequence[Comparison]) -> list[Comparison]:
-    """Return all comparisons. A newer one replaces the rounds of its peers on its workloads.
+    """Return the comparisons of both runs. Newer rounds replace older rounds of the same peer.
 
-    Ordered by threads, then dtype, then size of the model.
+    The order is by threads, then dtype, then size of the model.
     """
     by_key = {comparison.key: comparison for comparison in older}
     for comparison in newer:
@@ -139,14 +144,17 @@ def merged(older: Sequence[Comparison], newer: Sequence[Comparison]) -> list[Com
 
 
 def as_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Return the content of the JSON file, with the latest date and the machine, which name it."""
+    """Return the content of the JSON file.
+
+    It has the latest date, and the machine of the first comparison without its number of threads.
+    """
     machine = {k: v for k, v in comparisons[0].machine.items() if k != "threads"}
     date = max(comparison.date for comparison in comparisons)
     return {"date": date, "machine": machine, "comparisons": [asdict(c) for c in comparisons]}
 
 
 def read_json(path: Path) -> list[Comparison]:
-    """Return the comparisons of a JSON file that `as_json` made."""
+    """Return the comparisons of a JSON file with the content of `as_json`."""
     comparisons = []
     for values in json.loads(path.read_text())["comparisons"]:
         workloads = {name: WorkloadResult(**each) for name, each in values["workloads"].items()}

@@ -1,4 +1,7 @@
-"""The process of rollout.LLM in `benchmarks.peers`. `benchmarks.peers_environments` starts it."""
+"""The process of rollout.LLM in `benchmarks.peers`.
+
+Started by `benchmarks.peers_environments`, and answers requests on stdin.
+"""
 
 from __future__ import annotations
 

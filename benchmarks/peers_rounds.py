@@ -1,7 +1,6 @@
-"""Tournament: interleaved rounds of contestants, each in its own process.
+"""Runs interleaved rounds of several engines, each in a child process.
 
-Used by `benchmarks.peers`; `benchmarks.peers_environments` makes the contestants.
-`benchmarks.peers_report` reads FAR_BEHIND.
+Used by `benchmarks.peers`, `benchmarks.peers_environments` and `benchmarks.peers_report`.
 """
 
 from __future__ import annotations
@@ -23,15 +22,20 @@ FAR_BEHIND = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """A process that has loaded the model. is_int8: its weights are int8, so its tokens may differ
-    from ours."""
+    """A process that has loaded the model.
+
+    is_int8: whether its weights are int8. Then its tokens may differ from ours.
+    """
 
     name: str
     worker: WorkerProcess
     is_int8: bool = False
 
     def generate(self, workload: Workload, seed: int, timeout_s: float) -> Answer:
-        """Run the workload in the process and return its samples and times. Raises PeerError."""
+        """Run the workload in the process, and return its samples and times.
+
+        Raises PeerError if the process fails or takes longer than `timeout_s`.
+        """
         request = {"method": "generate", "workload": asdict(workload), "seed": seed}
         reply = self.worker.ask(request, timeout_s)
         return Answer(
@@ -42,9 +46,9 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Generated tokens of each sample of a workload, and the seconds that the workload took.
+    """Tokens of each sample of a workload, and the seconds that the workload took.
 
-    The clock "cpu" sums over all threads and processes of the contestant, "wall" is elapsed time.
+    seconds: by clock. "cpu" adds all threads and processes of the engine. "wall" is elapsed time.
     """
 
     tokens: list[list[int]]
@@ -52,23 +56,24 @@ class Answer:
 
 
 class Display(Protocol):
-    """Receives the progress of the rounds."""
+    """A display of the progress of the rounds."""
 
     def show(self, text: str) -> None:
-        """Show the text of the run that starts now."""
+        """Show what runs now."""
         ...
 
     def advance(self, contest: Contest, num_plays: int) -> None:
-        """Count runs (one contestant, one round) that have ended or will not take place."""
+        """Count `num_plays` runs of an engine that have ended or that never take place."""
         ...
 
 
 class Tournament:
     """Runs rounds of our engine with each group of peers, and keeps the results.
 
-    By peer: `left_out`, the reason why it runs no more rounds, and `equal_greedy_share`, the share
-    of our greedy tokens that it generated. `results`: results by name of the workload.
-    `load_averages`: the machine's load average at the start of each round.
+    results: results by name of the workload.
+    left_out: reason why a peer runs no more rounds, by peer.
+    equal_greedy_share: share of our greedy tokens that a peer also generated, by peer.
+    load_averages: load average of the machine at the start of each round.
     """
 
     def __init__(
@@ -105,11 +110,11 @@ class Tournament:
             peers = self._remaining(peers)
 
     def _with_equal_tokens(self, group: Sequence[Contestant]) -> list[Contestant]:
-        """Compare greedy tokens. Returns the peers that stay.
+        """Compare greedy tokens with ours, and return the peers that stay.
 
-        If results are exact (float32), peers with other tokens than ours are left out, unless their
-        weights are int8. In bfloat16 rounding may decide between two likely tokens.
+        In float32, peers with different tokens are left out, unless their weights are int8.
         """
+        # In bfloat16, rounding may decide between two likely tokens.
         answers = self._everyone("greedy", greedy_workload(self._contests[0]), 0, group)
         ours = answers[self._ours.name].tokens
         for peer in self._remaining(group):
@@ -120,10 +125,9 @@ class Tournament:
         return self._remaining(group)
 
     def _play_rounds(self, contest: Contest, peers: Sequence[Contestant]) -> int:
-        """Run the rounds of `peers` and add them to the results. Returns the number of runs.
+        """Run the rounds of `peers`, add them to the results, and return the number of runs.
 
-        A peer far behind the best peer of all groups runs only the first round, unless its weights
-        are int8.
+        A peer far behind the best peer runs only the first round, unless its weights are int8.
         """
         result, num_plays = self.results[contest.name], 0
         rounds: list[Seconds] = []
@@ -149,10 +153,10 @@ class Tournament:
     def _everyone(
         self, title: str, workload: Workload, seed: int, peers: Sequence[Contestant]
     ) -> dict[str, Answer]:
-        """Run the workload on our engine and all peers. Returns the answers by name.
+        """Run the workload on our engine and all peers, and return the answers by name.
 
-        The order is reversed for odd seeds. A peer that fails goes to `left_out`; PeerError is
-        raised if our engine fails.
+        The order is reversed for odd seeds. A peer that fails is added to `left_out`. Raises
+        PeerError if our engine fails.
         """
         answers = {}
         order = [self._ours, *peers]
@@ -172,19 +176,18 @@ class Tournament:
 
 
 def _is_near(result: WorkloadResult, peer: str) -> bool:
-    """Return whether a peer is at most FAR_BEHIND times slower than the fastest peer, by at least
-    one clock. Compares first rounds, by their ratios to our engine's time."""
+    """Return whether `peer` is at most FAR_BEHIND times slower than the fastest peer, by a clock.
+
+    Compares the first rounds.
+    """
     return any(
         result.ratios_to(peer, clock)[0] <= FAR_BEHIND * result.ratios(clock)[0] for clock in CLOCKS
     )
 
 
 def equal_share(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
-    """Return the share of `expected` that comes before the first different token of each row.
-
-    Tokens after it are not compared, since they depend on it.
-    """
-    num_equal = 0
+    """Return the share of `expected` tokens before the first different token of each row."""
+    num_equal = 0  # tokens after a different token depend on it
     for row, wanted in zip(tokens, expected, strict=True):
         for token, wanted_token in zip(row, wanted, strict=True):
             if token != wanted_token:

@@ -1,6 +1,6 @@
-"""The process of transformers' `generate` in `benchmarks.peers`: one batch, to the longest output.
+"""The process of transformers' `generate` in `benchmarks.peers`.
 
-`benchmarks.peers_environments` starts it.
+Started by `benchmarks.peers_environments`, and answers requests on stdin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.workloads import Generated, Workload
 
 
 class Transformers:
-    """Runs transformers' `generate` on a Hugging Face directory, with a dynamic cache."""
+    """Runs transformers' `generate` with a dynamic cache. All prompts are one batch."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

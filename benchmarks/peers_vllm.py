@@ -1,4 +1,8 @@
-"""The program that runs vLLM for `benchmarks.peers`; `benchmarks.peers_environments` starts it."""
+"""The process of vLLM in `benchmarks.peers`.
+
+Started by `benchmarks.peers_environments`, which sets threads and KV memory by environment
+variables. Answers requests on stdin.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from benchmarks.workloads import Generated, Workload
 
 
 class VLLM:
-    """Runs vLLM's engine in this process. The caller's environment sets threads and KV memory."""
+    """Runs vLLM's engine in this process."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         self._llm = vllm.LLM(

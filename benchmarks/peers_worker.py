@@ -1,19 +1,20 @@
-"""`serve`: the loop of a contestant's process of `benchmarks.peers`, which answers requests.
+"""`serve` runs an engine of `benchmarks.peers` in its process, and answers requests.
 
-A request is a line of JSON on stdin, its reply a line of JSON on stdout. The programs
-benchmarks/peers_<engine>.py call `serve`; WorkerProcess of peers_process.py is the other end. The
-process runs in the engine's own environment, so this module needs only the standard library and
-NumPy. All that the engine prints goes to stderr, which the parent writes to a log file.
-`benchmarks.serving_processes` and `benchmarks.coordinator_fleet` use the CPU times of processes.
+Used by `benchmarks.peers_rollout`, `benchmarks.peers_transformers`, `benchmarks.peers_vllm`,
+`benchmarks.peers_llama` and `benchmarks.peers_openvino`. `WorkerProcess` in
+`benchmarks.peers_process` sends the requests. `benchmarks.coordinator_fleet` and
+`benchmarks.serving_processes` use the functions for CPU times. This module needs only the standard
+library and NumPy, because the process runs in the engine's own environment.
 
-Each kind of request, and its reply:
+A request is a line of JSON on stdin. Its reply is a line of JSON on stdout:
 
     {"method": "convert", "model": FOLDER, "target": FOLDER, "precision": "float32"}   {}
     {"method": "load", "model": FOLDER, "precision": "float32", "num_threads": 1}      {}
     {"method": "generate", "workload": {...}, "seed": 0}   {"tokens": [[...], ...],
                                                           "cpu_seconds": 1.5, "wall_seconds": 1.5}
 
-A request that fails is answered by {"error": "..."}. End of input ends the process.
+The reply to a request that fails is {"error": "..."}. The end of stdin ends the process. Output
+that the engine prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KV_CACHE_GIB = 1  # size of the KV cache of engines that need one
 
 
 class Peer(Protocol):
-    """An engine under measurement. `precision` is float32, bfloat16 or int8."""
+    """An engine under measurement. `precision` is "float32", "bfloat16" or "int8"."""
 
     def load(self, model: Path, precision: str, num_threads: int) -> None:
         """Load a model from a Hugging Face directory, or from the folder that `convert` wrote.
@@ -55,7 +56,11 @@ Convert = Callable[[Path, Path, str], None]
 
 
 def serve(peer: Peer, convert: Convert | None = None) -> None:
-    """Answer requests until stdin ends. `convert`: for peers with their own file format."""
+    """Answer requests until stdin ends.
+
+    `convert` writes a model in the peer's own file format, or is None if the peer has no own
+    format.
+    """
     replies = _replies()
     for line in sys.stdin:
         try:
@@ -68,7 +73,7 @@ def serve(peer: Peer, convert: Convert | None = None) -> None:
 
 
 def _replies() -> TextIO:
-    """Return the pipe to the parent, and redirect stdout to stderr, for C code too."""
+    """Return the pipe to the parent. Redirects stdout to stderr, also for C code."""
     pipe = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return pipe
@@ -100,14 +105,14 @@ def _timed(peer: Peer, workload: Workload, seed: int) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its descendants, including ended ones."""
+    """Return the CPU seconds of this process and all its descendants."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     running = sum(process_seconds(pid) for pid in descendants(os.getpid()))
     return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the process ids of all descendants of `ancestor`, from /proc; [] without /proc."""
+    """Return the process ids of all descendants of `ancestor`, or [] if /proc is missing."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -124,11 +129,8 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def process_seconds(pid: int) -> float:
-    """Return the CPU seconds of a running process; 0 if it has ended.
-
-    The clock id is that of clock_getcpuclockid(3).
-    """
+    """Return the CPU seconds of a running process, or 0 if the process has ended."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)
+        return time.clock_gettime((~pid << 3) | 2)  # see clock_getcpuclockid(3)
     except OSError:  # it has ended
         return 0.0

@@ -1,4 +1,4 @@
-"""The workloads W1 to W4 of `benchmarks.peers`, with new prompts for every round.
+"""The workloads W1 to W4 of `benchmarks.peers`. Every round has new prompts.
 
 Used by `benchmarks.peers`, `benchmarks.peers_rounds` and `benchmarks.peers_report`.
 """
@@ -28,9 +28,10 @@ Size = Literal["small", "reduced", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A workload, and the tokens that its speed counts.
+    """A workload, and the tokens that count for its speed.
 
-    counted: "output" or "prompt" tokens. num_counted: their number.
+    counted: kind of the counted tokens, "output" or "prompt".
+    num_counted: number of these tokens.
     """
 
     workload: Workload
@@ -43,7 +44,7 @@ class Contest:
         return self.workload.name
 
     def of_round(self, index: int) -> Workload:
-        """Return the workload with other prompts of the same lengths, which are in no cache yet."""
+        """Return the workload with new random prompts of the same lengths. `index` is the seed."""
         lengths = [len(prompt) for prompt in self.workload.prompts]
         prompts = random_prompts(self.vocab_size, lengths, seed=1 + index)
         return replace(self.workload, prompts=prompts)
@@ -53,7 +54,7 @@ class Contest:
         return self.workload.shortened(_WARM_UP_TOKENS)
 
     def estimated_seconds(self, num_parameters: int, num_threads: int) -> float:
-        """Return a contestant's estimated seconds, from matrix products and reads of weights."""
+        """Return estimated seconds of an engine, from matrix products and reads of weights."""
         num_tokens = sum(map(len, self.workload.prompts)) + self.workload.num_tokens
         products_s = num_tokens * 2 * num_parameters / _FLOPS
         step_s = _STEP_OVERHEAD_S + 4 * num_parameters / _BYTES_PER_SECOND
@@ -63,8 +64,8 @@ class Contest:
 def contests(vocab_size: int, size: Size) -> dict[str, Contest]:
     """Return all contests by name.
 
-    Small ones only show that the program runs. Reduced ones have fewer tokens than full ones but as
-    many requests, for models that take minutes per round.
+    "small" contests only show that the program runs. "reduced" contests have fewer tokens than
+    "full" ones, for models that take minutes per round.
     """
     if size == "reduced":
         sampled = _reduced(vocab_size)

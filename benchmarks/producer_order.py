@@ -1,11 +1,12 @@
-"""Time that a trainer waits for long-tailed rollouts, with admission order and with ready order.
+"""Time that a trainer waits for rollouts of varied length, by the producer's order.
 
     python benchmarks/producer_order.py            # five minutes
     python benchmarks/producer_order.py --small    # seconds: shows that it runs, not how well
 
-The producer is trainer_hooks' AsyncRolloutProducer. Engine and trainer are simulated in virtual
-time, so the figures are the same on every machine. A rollout's length is lognormal; a token takes a
-second. Longer rollouts have lower rewards. Writes a Markdown page and a JSON file.
+A program, run by hand. It compares the orders "admission" and "ready" of AsyncRolloutProducer.
+Engine and trainer are simulated in virtual time, so the figures are equal on every machine. Lengths
+of rollouts are lognormal, a token takes one second, and longer rollouts have lower rewards. The
+program prints a Markdown page, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from trainer_hooks.producer.producer import Order
 
 MEDIAN_TOKENS = 8
 GROUP_SIZE = 8
-WARM_BATCHES = 6  # left out of the figures
+WARM_BATCHES = 6  # at either end, left out of the idle share: at the end too few prompts are left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Settings of one simulated run.
 
-    order: the producer's order. bound: its staleness bound, in versions.
+    order: order of the producer, "admission" or "ready".
+    bound: staleness bound of the producer, in weight versions.
     sigma: standard deviation of a rollout's log-length.
-    oversample: additional groups that are begun, relative to the groups of a batch.
-    trainer_share: seconds of a training step over those of a rollout of mean length.
-    prompt_share: share of the variance of the log-length that depends on the prompt alone.
+    oversample: groups that are begun in addition, as a share of the groups of a batch.
+    trainer_share: duration of a training step, in rollouts of mean length.
+    prompt_share: share of the log-length's variance that depends only on the prompt.
     """
 
     order: Order
@@ -64,9 +66,10 @@ class Outcome:
     """Figures of one simulated run.
 
     idle_share: share of its time that the trainer waits.
-    largest_lag: policy lag of the trained tokens, in versions.
+    largest_lag: largest policy lag of trained tokens, in weight versions.
     prompts_per_epoch: share of the prompts that were trained on.
-    reissued_share, most_reissues: share of prompts that were sampled again, and most times of one.
+    reissued_share: share of the trained groups that were sampled more than once.
+    most_reissues: largest number of times that a group was sampled again.
     extra_tokens: tokens sampled and not trained on, relative to those trained on.
     trained_length, trained_reward: means over the samples trained on.
     drawn_length, drawn_reward: means over the first samples of each trained prompt.
@@ -89,7 +92,7 @@ class Outcome:
 class LongTailLLM:
     """Fake AsyncLLM that samples one token per second for each request, in virtual time.
 
-    num_tokens: tokens sampled so far, also for aborted requests.
+    num_tokens: tokens sampled so far, including those of aborted requests.
     """
 
     case: Case
@@ -100,13 +103,13 @@ class LongTailLLM:
     async def generate(
         self, prompts: Any, sampling_params: SamplingParams | None = None, n: int = 1
     ) -> list[DynamicInferenceRequest]:
-        """Return `n` samples of a prompt, when all of them are complete."""
+        """Return `n` samples of a prompt, once all samples are complete."""
         params = sampling_params or SamplingParams()
         works = (self._sample(prompts, params, mix_seed(params.seed or 0, 0, i)) for i in range(n))
         return list(await asyncio.gather(*works))
 
     def length(self, prompt: Sequence[int], seed: int) -> int:
-        """Return the length of a sample, which depends only on prompt and seed."""
+        """Return the length of a sample, which depends only on the prompt and the seed."""
         of_prompt = np.random.default_rng(prompt[0]).normal() * self.case.prompt_share**0.5
         of_sample = np.random.default_rng(seed).normal() * (1.0 - self.case.prompt_share) ** 0.5
         return max(1, round(MEDIAN_TOKENS * math.exp(self.case.sigma * (of_prompt + of_sample))))
@@ -142,22 +145,22 @@ class LongTailLLM:
         return bisect_right(self._push_times_s, time_s)
 
     def push(self) -> None:
-        """Serve the next weights version from now on."""
+        """Increase the served weights version by 1."""
         self._push_times_s.append(asyncio.get_running_loop().time())
         self.weights_version += 1
 
 
 def reward_of(length: int, sigma: float) -> float:
-    """Return the reward of a length, within [0, 1].
+    """Return the reward of a length, in [0, 1].
 
-    It is 0.5 at the median length, and 0.25 less for each `sigma` of the log-length above it.
+    The reward is 0.5 at the median length. It falls by 0.25 for each `sigma` of the log-length.
     """
     deviations = math.log(length / MEDIAN_TOKENS) / sigma
     return min(1.0, max(0.0, 0.5 - 0.25 * deviations))
 
 
 async def train(case: Case, batch_groups: int, num_batches: int) -> Outcome:
-    """Simulate a training of two epochs. Returns its figures."""
+    """Simulate a training of two epochs, and return its figures."""
     llm = LongTailLLM(case)
 
     async def reward(completion_ids: Sequence[Sequence[int]]) -> list[float]:
@@ -189,7 +192,7 @@ def summarise(
 ) -> Outcome:
     """Return the figures of a run.
 
-    Idle time leaves out the first and the last batches: for the last there are too few prompts.
+    The idle share leaves out the first and the last WARM_BATCHES batches.
     """
     timed = batches[WARM_BATCHES:-WARM_BATCHES] or batches
     waited_s = sum(batch.metrics["timing_s/batch_wait"] for batch in timed)
@@ -217,12 +220,13 @@ def summarise(
 
 
 def _place(group: Any) -> tuple[int, int]:
-    """Return epoch and position of the group's prompt."""
+    """Return the epoch and the position of the group's prompt."""
     return group.ticket.epoch, group.ticket.position
 
 
 def cases() -> list[Case]:
-    """Return the cases: both orders by spread and bound, then lengths that depend on prompts."""
+    """Return the cases: both orders at several spreads and bounds, without and with
+    prompt_share."""
     orders: list[tuple[Order, int, float]] = [
         ("admission", 1, 0.0),
         ("admission", 2, 0.0),
@@ -245,7 +249,7 @@ def cases() -> list[Case]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row per case."""
+    """Return a Markdown page with a row per case."""
     lines = [
         f"# Orders of the producer, {results['date']}",
         "",
@@ -275,7 +279,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulate, print and write. Returns the results."""
+    """Simulate all cases, print and write the results, and return them."""
     parser = results_parser(__doc__, small="few batches of few cases")
     parser.add_argument("--batches", type=int, default=40, help="batches of each case")
     parser.add_argument("--groups", type=int, default=8, help="groups of a batch")

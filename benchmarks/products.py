@@ -1,9 +1,9 @@
-"""Matrix products of a model's weights: what the engine chose against every other product here.
+"""Compare the matrix products that the engine chose with all other available products.
 
-`python -m benchmarks.products` prints two tables: the engine's own report of its choice and, for
-each shape of weights and number of rows, CPU microseconds of the chosen product, their ratio to the
-fastest product of all, and to the fastest product of torch's libraries. A round is one pass over
-the model's weights with each product. Ratios are taken within a round; their medians are shown.
+`python -m benchmarks.products`, run by hand, prints the engine's report of its choice, then a
+table. For each shape of weights and number of rows, the table has CPU microseconds of the chosen
+product, the ratio to the fastest product, and the ratio to the fastest product of torch's
+libraries. Ratios are medians over rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ Seconds = dict[str, dict[str, list[float]]]
 
 
 class Contest:
-    """All products that run on this machine, with prepared handles of the model's weights."""
+    """All matrix products that run on this machine, with prepared handles of the model's
+    weights."""
 
     def __init__(self, layers: Sequence[Linear]) -> None:
         library = load_library()
@@ -56,7 +57,7 @@ class Contest:
 
     @torch.inference_mode()
     def play(self, num_rows: int) -> Seconds:
-        """Run the rounds of `num_rows` rows. Returns CPU seconds by product and shape."""
+        """Run the rounds of `num_rows` rows, and return CPU seconds by product and shape."""
         seconds: Seconds = {name: {} for name in self.products}
         inputs = {w.shape[1]: torch.ones(num_rows, w.shape[1]) for w in self.weights}
         for index in range(NUM_ROUNDS[num_rows]):
@@ -72,7 +73,7 @@ class Contest:
         return {label(weight): layer.handle.products[bucket].name for weight, layer in pairs}
 
     def _pass(self, product: Product, inputs: dict[int, Tensor]) -> dict[str, float]:
-        """Run a product on all weights that suit it. Returns CPU seconds by shape."""
+        """Run a product on all weights that suit it, and return CPU seconds by shape."""
         spent: dict[str, float] = {}
         handles = self._handles[product.name if product.layout is not None else "plain"]
         for weight, handle in zip(self.weights, handles, strict=True):
@@ -85,7 +86,7 @@ class Contest:
 
 
 def plain_weight(layer: Linear) -> Tensor:
-    """Return the layer's weight [N, K]. If the engine has repacked it, unpack a copy."""
+    """Return the layer's weight [N, K], unpacked if the engine has repacked it."""
     repacked = layer.repacked
     return layer.weight.detach() if repacked is None else repacked.read(0, repacked.shape[0])
 
@@ -96,12 +97,13 @@ def label(weight: Tensor) -> str:
 
 
 def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
-    """Return the median over the rounds of `seconds` / `others`."""
+    """Return the median of `seconds` / `others`, round by round."""
     return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
 
 
 def add_rows(table: Table, contest: Contest, num_rows: int) -> None:
-    """Measure `num_rows` rows. Adds a table row for each shape, and one for all weights."""
+    """Measure products of `num_rows` rows. Adds a table row for each shape, and one for all
+    weights."""
     seconds = contest.play(num_rows)
     sums = {role: [0.0] * NUM_ROUNDS[num_rows] for role in ("chosen", "best", "library")}
     for shape, product in contest.chosen(num_rows).items():

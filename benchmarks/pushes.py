@@ -3,10 +3,10 @@
     python -m benchmarks.pushes            # a minute; needs SmolLM2 (extra smollm2)
     python -m benchmarks.pushes --small    # seconds, with a tiny model: shows that it runs
 
-The engine either has discarded its own weights, in a suspend before the push, or serves them, and
-the push replaces them between two steps. In float32 on one thread. Prints the CPU and wall seconds
-and the page faults of the push that took the least CPU time, and this time as a multiple of one
-copy of the weights.
+A program, run by hand, in float32 on one thread. It measures two pushes: to an engine that has
+discarded its weights in a suspend, and to an engine that serves them. The program prints CPU and
+wall seconds, page faults, and the CPU time as a multiple of one copy of the weights. The figures
+are those of the round with the least CPU time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ COPY, DISCARDED, IN_FLIGHT = "one copy", "weights discarded", "in flight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """CPU and wall seconds of a call, and its page faults that read nothing from a disk."""
+    """Costs of a call: CPU seconds, wall seconds and page faults.
+
+    num_faults: minor page faults, which read nothing from a disk.
+    """
 
     cpu_s: float
     wall_s: float
@@ -40,8 +43,10 @@ class Use:
 
 
 def measure(is_small: bool, rounds: int) -> dict[str, Use]:
-    """Copy and push the weights `rounds` times, after a first time. Returns the least use of the
-    copy and of each push, by name."""
+    """Copy and push the weights `rounds` times, after a warm-up round.
+
+    Returns the least costly use of the copy and of each push, by name.
+    """
     policy = load_policy(is_small)
     weights = [parameter.detach() for parameter in policy.parameters()]
     copies = [weight.clone() for weight in weights]
@@ -61,7 +66,7 @@ def measure(is_small: bool, rounds: int) -> dict[str, Use]:
 
 
 def use_of(work: Callable[[], object]) -> Use:
-    """Call `work` and return what it used."""
+    """Call `work`, and return its costs."""
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
     wall_s, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
@@ -73,7 +78,7 @@ def use_of(work: Callable[[], object]) -> Use:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Use]:
-    """Measure, print a table, and return the uses by name."""
+    """Run the benchmark, print a table, and return the costs by name."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Formats results of generation as JSON for programs and as a Markdown page for people.
+"""Formats results of generation as JSON and as a Markdown page.
 
 Used by `benchmarks.generate` and `benchmarks.moe`, which write the files.
 """
@@ -19,7 +19,7 @@ from benchmarks.rounds import Contest
 class ContestResult:
     """The rounds of one workload, and their floor.
 
-    floor_seconds: CPU seconds of the bare matrix products of one round; None if not measured.
+    floor_seconds: CPU seconds of the bare matrix products of one round, or None if not measured.
     """
 
     contest: Contest
@@ -30,8 +30,8 @@ class ContestResult:
 class Results:
     """All measurements of one run of the benchmark.
 
-    steps: decode steps and their floors. largest_logprob_error: see `largest_logprob_error` of
-    benchmarks.contestants; None if not measured.
+    steps: decode steps and their floors.
+    largest_logprob_error: largest error of our log-probs, or None if not measured.
     """
 
     date: str
@@ -75,7 +75,8 @@ def _own_seconds(contest: Contest) -> float:
 
 
 def as_markdown(results: Results) -> str:
-    """Return a page: the machine, a table per workload, and decode steps beside their floor."""
+    """Return a Markdown page: the machine, a table per workload, and decode steps with their
+    floors."""
     machine = results.machine
     lines = [
         f"# Generation, {results.date}",

@@ -1,6 +1,6 @@
-"""Interleaved rounds: every contestant runs once per round, so a busy machine slows all of them.
+"""Interleaved rounds: each round runs every engine once, so other load slows all of them.
 
-Used by `benchmarks.generate` and `benchmarks.moe`; `benchmarks.report` formats the rounds.
+Used by `benchmarks.generate`, `benchmarks.moe` and `benchmarks.report`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ WARM_UP_TOKENS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One run of each contestant.
+    """One run of each engine.
 
-    cpu_seconds, tokens_per_cpu_second: by contestant.
-    best_peer: the fastest peer. ratio: our speed over its speed.
-    best_peer_knowing_lengths, ratio_knowing_lengths: the same for peers that sort requests by
-        output length, which nobody knows beforehand; None without such peers.
+    cpu_seconds, tokens_per_cpu_second: by name of the engine.
+    best_peer: the fastest peer that does not know output lengths.
+    ratio: our speed over the speed of `best_peer`.
+    best_peer_knowing_lengths: the fastest peer that sorts requests by output length, or None.
+    ratio_knowing_lengths: our speed over the speed of `best_peer_knowing_lengths`, or None.
     """
 
     cpu_seconds: dict[str, float]
@@ -38,7 +39,7 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class Contest:
-    """The rounds of one workload, and the contestants that run it."""
+    """The rounds of one workload, and the engines that run it."""
 
     workload: Workload
     ours: Contestant
@@ -47,26 +48,25 @@ class Contest:
 
     @property
     def median_ratio(self) -> float:
-        """Median over the rounds of our speed over the best peer's."""
+        """Median over rounds of our speed over the best peer's speed."""
         return statistics.median(r.ratio for r in self.rounds)
 
     @property
     def smallest_ratio(self) -> float:
-        """Smallest ratio of all rounds."""
         return min(r.ratio for r in self.rounds)
 
 
 def warm_up(contest: Contest) -> None:
-    """Run each contestant on a few tokens, so that the first round loads and builds nothing."""
+    """Run each engine on a few tokens, so that the first round loads and builds nothing."""
     for contestant in (contest.ours, *contest.peers):
         timed(contestant, contest.workload.shortened(WARM_UP_TOKENS), seed=0)
 
 
 def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
-    """Run each contestant once and append the round. The order is reversed in every second round.
+    """Run each engine once, and append the round. Every second round runs in reversed order.
 
-    `announce` receives the name of each contestant before it runs. After the first round, slow
-    peers leave the contest.
+    Calls `announce` with the name of each engine before its run. After the first round, slow peers
+    leave the contest.
     """
     gc.collect()
     index = len(contest.rounds)
@@ -81,7 +81,7 @@ def play_round(contest: Contest, announce: Callable[[str], None]) -> None:
 
 
 def _judge(contest: Contest, seconds: dict[str, float]) -> Round:
-    """Return the round in which the contestants took these CPU seconds."""
+    """Return the Round for these CPU seconds."""
     own = seconds[contest.ours.name]
     plain = [p.name for p in contest.peers if not p.knows_lengths]
     knowing = [p.name for p in contest.peers if p.knows_lengths]
@@ -99,7 +99,7 @@ def _judge(contest: Contest, seconds: dict[str, float]) -> Round:
 
 
 def _not_far_behind(peers: Sequence[Contestant], seconds: dict[str, float]) -> list[Contestant]:
-    """Return the peers that stay, separately for those that know lengths and those that do not."""
+    """Return the peers that stay. Peers that know output lengths are judged apart."""
     kept: list[Contestant] = []
     for knows in (False, True):
         group = [p for p in peers if p.knows_lengths is knows]

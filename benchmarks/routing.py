@@ -1,12 +1,12 @@
-"""Time of a routing decision of a coordinator that knows a thousand to a million blocks.
+"""Time of a routing decision, by the number of blocks that the coordinator knows.
 
     python benchmarks/routing.py            # half a minute
     python benchmarks/routing.py --small    # seconds: shows that it runs, not how fast
 
-One thread. A decision is RoutingPolicy.choose and .assigned for a prompt of 32 blocks with computed
-hashes. Its blocks are all known, or all new to a full table, from which as many are dropped. The
-sizes take turns, so that a busy machine slows all of them. Writes a Markdown page and a JSON file.
-`benchmarks.coordinator` measures the same for its own page.
+A program, run by hand. Also used by `benchmarks.coordinator`. A decision is `choose` and `assigned`
+of a RoutingPolicy, for a prompt of 32 blocks. The policy knows a thousand to a million blocks. The
+prompt's blocks are all known, or all new. New blocks displace as many known blocks. The program
+prints a Markdown page, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WARM_UP_ROUNDS = 2
 class Cost:
     """Nanoseconds of a decision in one case: medians, and the 99th percentile.
 
-    Each includes one reading of the clock.
+    Each figure includes one reading of the clock.
     """
 
     policy: str
@@ -77,7 +77,10 @@ class Table:
             self.policy.finished(rank, NUM_TOKENS)
 
     def decide(self, prompt_kind: str) -> tuple[int, int]:
-        """Make one decision for a prompt, "known" or "new". Returns nanoseconds of both calls."""
+        """Make one decision. `prompt_kind` is "known" or "new".
+
+        Returns the nanoseconds of `choose` and of `assigned`.
+        """
         if prompt_kind == "known":
             hashes = hashes_of(self._draw.randrange(self.num_prompts))
         else:
@@ -93,8 +96,9 @@ class Table:
 
 
 def hashes_of(prompt: int) -> list[int]:
-    """Return pseudo-random hashes of a prompt's blocks (splitmix64), as new objects each time."""
+    """Return pseudo-random hashes of a prompt's blocks, as new objects for each call."""
     first = prompt * BLOCKS_PER_PROMPT
+    # splitmix64
     x = np.arange(first + 1, first + 1 + BLOCKS_PER_PROMPT, dtype=np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -106,9 +110,9 @@ def hashes_of(prompt: int) -> list[int]:
 def measure_costs(
     policy: str, num_ranks: int, sizes: Sequence[int], rounds: int, advance: Callable[[], None]
 ) -> Iterator[Cost]:
-    """Yield the costs of one policy and number of ranks at all sizes, known prompts first.
+    """Yield the costs of one policy and number of ranks, at all sizes.
 
-    `advance` is called after each kind of prompt.
+    Calls `advance` after each kind of prompt.
     """
     tables = {size: Table(policy, num_ranks, size // BLOCKS_PER_PROMPT) for size in sizes}
     for prompt_kind in PROMPT_KINDS:
@@ -134,7 +138,7 @@ def measure_costs(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure all policies. Returns all figures as plain values."""
+    """Measure all policies, and return all figures as plain values."""
     costs: list[Cost] = []
     with Progress(console=console) as progress:
         num_steps = len(POLICIES) * len(arguments.ranks) * len(PROMPT_KINDS)
@@ -159,7 +163,10 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def growths(costs: Sequence[Cost]) -> dict[tuple[str, int, str], float]:
-    """Return the time at the largest size over that at the smallest, by policy, ranks, prompt."""
+    """Return the time at the largest size over the time at the smallest size.
+
+    The keys are policy, number of ranks and kind of prompt.
+    """
     by_case: dict[tuple[str, int, str], list[Cost]] = {}
     for cost in costs:
         by_case.setdefault((cost.policy, cost.num_ranks, cost.prompt_kind), []).append(cost)
@@ -167,7 +174,7 @@ def growths(costs: Sequence[Cost]) -> dict[tuple[str, int, str], float]:
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page: the machine, and a row per policy, number of ranks and kind of prompt."""
+    """Return a Markdown page with a row per policy, number of ranks and kind of prompt."""
     machine, sizes = results["machine"], results["sizes"]
     costs = [Cost(**cost) for cost in results["costs"]]
     lines = [
@@ -204,7 +211,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
     results = measure(arguments, console)

@@ -1,11 +1,12 @@
-"""Steps of the scheduler when KV blocks run out, and of an oracle that knows every output's length.
+"""Compare the scheduler with an oracle when KV blocks run out, in number of steps.
 
     python benchmarks/scheduling.py            # a minute
     python benchmarks/scheduling.py --small    # seconds: shows that it runs, not how well
 
-No model runs. The length of every output is drawn beforehand, but the scheduler sees only its end
-token. Nothing is timed, so the figures are the same on every machine. Writes a Markdown page and a
-JSON file. `benchmarks.scheduling_growth` uses `add_request`.
+A program, run by hand. `benchmarks.scheduling_growth` imports `add_request`. No model runs and
+nothing is timed, so the figures are equal on every machine. The length of every output is drawn in
+advance. The oracle knows all lengths, and the scheduler sees only end tokens. The program prints a
+Markdown page, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ TOKEN, END = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests that arrive together.
+    """Requests that arrive at the same time.
 
-    num_prompt: prompt tokens of each. max_new: limit of new tokens, which the scheduler knows.
-    lengths: tokens that each generates.
+    num_prompt: prompt tokens of each request.
+    max_new: limit of new tokens, which the scheduler knows.
+    lengths: number of tokens that each request generates.
     """
 
     name: str
@@ -48,17 +50,18 @@ class Workload:
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks of all requests together, each at its end."""
+        """Number of blocks that all requests hold together, each at its end."""
         return sum(blocks_of(self, length) for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One simulated run.
+    """Figures of one simulated run.
 
-    pool_fraction: blocks of the pool over `needed_blocks`. oracle_steps: see `oracle_steps`.
+    pool_fraction: blocks of the pool over `Workload.needed_blocks`.
+    oracle_steps: result of the function `oracle_steps`.
     mean_batch: mean number of requests that get a token in a step.
-    num_recomputed: tokens computed more than once.
+    num_recomputed: tokens that were computed again after an eviction.
     """
 
     workload: str
@@ -73,17 +76,17 @@ class Outcome:
 
     @property
     def steps_over_oracle(self) -> float:
-        """Number of steps over the oracle's."""
+        """Number of steps over the oracle's number."""
         return self.steps / self.oracle_steps
 
     @property
     def recomputed_fraction(self) -> float:
-        """Tokens computed more than once, as a fraction of those generated."""
+        """Recomputed tokens as a fraction of the generated tokens."""
         return self.num_recomputed / self.num_generated
 
 
 def workloads(num_requests: int) -> list[Workload]:
-    """Return workloads with equal, uniform and lognormal lengths, and with a far higher limit."""
+    """Return four workloads, with equal, uniform and lognormal lengths."""
     draw = np.random.default_rng(0)
     uniform = draw.integers(1, 513, num_requests)
     lognormal = np.exp(draw.normal(np.log(150), 0.8, num_requests)).astype(int).clip(1, 512)
@@ -101,12 +104,15 @@ def workloads(num_requests: int) -> list[Workload]:
 
 
 def blocks_of(workload: Workload, num_new: int) -> int:
-    """Return the blocks of a request with `num_new` tokens; the last token's KV is not written."""
+    """Return the blocks of a request with `num_new` new tokens. The last token has no KV."""
     return -(-(workload.num_prompt + num_new - 1) // workload.block_size)
 
 
 def simulate(workload: Workload, num_blocks: int) -> tuple[int, list[StepPlan], int]:
-    """Run the scheduler to the end. Returns its steps, their plans, and the number of evictions."""
+    """Run the scheduler to the end.
+
+    Returns the number of steps, their plans, and the number of evictions.
+    """
     num_requests = len(workload.lengths)
     scheduler = Scheduler(
         KVCacheManager(
@@ -137,7 +143,7 @@ def add_request(
     max_new: int,
     end_ids: tuple[int, ...] = (),
 ) -> None:
-    """Queue a single request of at most `max_new` tokens, with its id as its seed."""
+    """Queue a request of at most `max_new` new tokens, with `request_id` as its seed."""
     scheduler.add_request(
         request_id,
         prompt,
@@ -160,7 +166,6 @@ class EndOfEach:
         self._last_position_of_row = np.zeros(len(lengths) + 1, dtype=np.int64)
 
     def output(self, plan: StepPlan) -> StepOutput:
-        """Return the result of a step."""
         for new in plan.new_rows:
             self._last_position_of_row[new.row] = self._last_positions[new.seed]
         is_last = plan.sample_positions >= self._last_position_of_row[plan.sample_rows]
@@ -172,10 +177,10 @@ class EndOfEach:
 
 
 def oracle_steps(workload: Workload, num_blocks: int) -> int:
-    """Return the steps of an oracle that knows every length.
+    """Return the number of steps of an oracle that knows every length.
 
-    Requests start in order of arrival, each as soon as all blocks that it will ever need fit beside
-    the others'. It never evicts.
+    The oracle starts requests in order of arrival. A request starts once all blocks that it will
+    ever need fit beside those of the running requests, so the oracle never evicts.
     """
     longest = max(workload.lengths)
     used = np.zeros(longest + 1, dtype=np.int64)  # blocks in each step from now on
@@ -192,7 +197,7 @@ def oracle_steps(workload: Workload, num_blocks: int) -> int:
 
 
 def _blocks_by_step(workload: Workload, length: int) -> NDArray[np.int64]:
-    """Return the blocks that a request holds in each of its steps."""
+    """Return the number of blocks that a request holds in each of its steps."""
     positions = workload.num_prompt + np.arange(length)
     return -(-positions // workload.block_size)
 
@@ -200,7 +205,7 @@ def _blocks_by_step(workload: Workload, length: int) -> NDArray[np.int64]:
 def measure(
     cases: Sequence[Workload], fractions: Sequence[float], advance: Callable[[], None]
 ) -> list[Outcome]:
-    """Simulate every workload with every size of the pool. `advance` is called after each run."""
+    """Simulate every workload with every pool size. Calls `advance` after each run."""
     outcomes = []
     for workload in cases:
         for fraction in fractions:
@@ -226,7 +231,7 @@ def measure(
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row per workload and pool."""
+    """Return a Markdown page with a row per workload and pool size."""
     lines = [
         f"# Scheduling when KV blocks run out, {results['date']}",
         "",
@@ -249,7 +254,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Simulate, print and write. Returns the results."""
+    """Simulate all cases, print and write the results, and return them."""
     parser = results_parser(__doc__, small="few requests")
     parser.add_argument("--requests", type=int, default=256, help="requests of each workload")
     arguments = parser.parse_args(argv)

@@ -1,10 +1,11 @@
-"""Time of an abort, an update and a step with a blocked request, by size of pool and prompts.
+"""CPU time of scheduler operations, by the size of the KV pool or of a prompt.
 
     python benchmarks/scheduling_growth.py            # a minute
     python benchmarks/scheduling_growth.py --small    # seconds: shows that it runs, not how fast
 
-Medians of CPU microseconds on one thread. The sizes take turns, so that a busy machine slows all of
-them. No model runs. Writes a Markdown page and a JSON file.
+A program, run by hand. The operations are an abort, a new weights version, and a step while a
+request waits for room. No model runs. The program prints a Markdown page with median CPU
+microseconds, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class Bench:
         self._next_id = 0
 
     def add(self, tokens: list[int], max_new: int) -> int:
-        """Queue a request with this prompt. Returns its id."""
+        """Queue a request of at most `max_new` new tokens, and return its id."""
         self._next_id += 1
         add_request(self.scheduler, self._next_id, tokens, max_new)
         return self._next_id
 
     def step(self) -> None:
-        """Schedule and commit one step, in which every sampled token is 7."""
+        """Schedule and commit one step. Every sampled token is 7."""
         plan = self.scheduler.schedule(self.version).plan
         if plan is not None:
             count = len(plan.sample_rows)
@@ -90,7 +91,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class Abort:
-    """Abort of a running request that has 32 blocks."""
+    """Abort of a running request with 32 blocks."""
 
     name = "abort, by blocks in the pool"
 
@@ -104,7 +105,7 @@ class Abort:
 
 
 class AbortBesideFullIndex(Abort):
-    """Abort of a running request while the prefix index fills the pool."""
+    """Abort of a running request, while the prefix index fills the pool."""
 
     name = "abort beside an index that fills the pool, by its blocks"
 
@@ -114,7 +115,7 @@ class AbortBesideFullIndex(Abort):
 
 
 class Update:
-    """New weights version, whose requests find none of the blocks in a full index."""
+    """A new weights version, for which a full prefix index has no usable block."""
 
     name = "new weights version, by blocks in the index"
 
@@ -128,7 +129,10 @@ class Update:
 
 
 class BlockedHead:
-    """Step of running requests while the queue's head finds no room, by its prompt's length."""
+    """A step of running requests while the first waiting request has no room.
+
+    `size` sets the length of the waiting prompt.
+    """
 
     name = "step beside a blocked head, by tokens of its prompt"
 
@@ -146,7 +150,7 @@ class BlockedHead:
 
 
 class BlockedHeadAsOthersLeave:
-    """Step with a blocked head, after one of many short requests was aborted."""
+    """A step with a waiting request, after one of many short requests was aborted."""
 
     name = "step beside a blocked head after a request has left, by tokens of its prompt"
 
@@ -167,7 +171,7 @@ CASES = (Abort, AbortBesideFullIndex, Update, BlockedHead, BlockedHeadAsOthersLe
 
 
 def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> dict[str, Any]:
-    """Return the median of each size, by case. `advance` is called after each case."""
+    """Return the median of each size, by case. Calls `advance` after each case."""
     results: dict[str, Any] = {}
     for case in CASES:
         benches = {size: case(size) for size in sizes}
@@ -184,7 +188,7 @@ def measure(sizes: Sequence[int], rounds: int, advance: Callable[[], None]) -> d
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row per case."""
+    """Return a Markdown page with a row per case."""
     sizes, machine = results["sizes"], results["machine"]
     lines = [
         f"# Costs as pool and prompts grow, {results['date']}",
@@ -202,7 +206,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = results_parser(__doc__, rounds=40, small="small pools, few rounds").parse_args(argv)
     sizes = (1_000, 4_000) if arguments.small else (1_000, 10_000, 100_000, 1_000_000)
     rounds = 3 if arguments.small else arguments.rounds

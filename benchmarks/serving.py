@@ -1,9 +1,10 @@
-"""Cost of HTTP: a server at 32 streams, and LLM.generate on the same requests.
+"""Cost of HTTP: a server with 32 streams, compared with LLM.generate on the same requests.
 
     python -m benchmarks.serving [--rounds 5] [--model 44M] [--no-vllm]
 
-Compares tokens per CPU second of all processes, and the time to the first token. vLLM's server is
-measured too if `benchmarks.peers` has installed vLLM. Writes a Markdown page and a JSON file.
+A program, run by hand. It compares tokens per CPU second of all processes, and the time to the
+first token. vLLM's server is measured too if `benchmarks.peers` has installed vLLM. The program
+starts the servers, prints a Markdown page, and writes it and a JSON file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MAX_FIRST_TOKEN_ABOVE_MS = 5.0
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page: the machine, a table of all servers, and the aims."""
+    """Return a Markdown page: the machine, a table of all servers, and the aims."""
     machine, work, (low, high) = results["machine"], results["work"], results["load_averages"]
     lines = [
         f"# Serving, {results['date']}",
@@ -49,7 +50,7 @@ def as_markdown(results: dict[str, Any]) -> str:
         "client*: and of the one that asks. First tokens: one request at a time, through a server "
         "as its client sees them, in `LLM.generate` as the engine counts them.",
         "",
-        f"Load averages of the machine meanwhile, with this benchmark's own share: {low:.1f} to "
+        f"Load averages of the machine meanwhile, with this benchmark's own load: {low:.1f} to "
         f"{high:.1f}.",
         "",
         "| way | tokens/CPU s | of `LLM.generate` | with the client | tokens/s "
@@ -73,7 +74,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def _shares(results: dict[str, Any]) -> list[str]:
-    """Return a sentence for each server with the CPU shares of its processes."""
+    """Return a sentence for each server, with the CPU shares of its processes."""
     lines = []
     for way, row in results["medians"].items():
         prefix = "cpu_share_of_"
@@ -105,9 +106,9 @@ MAX_SEQUENCE_LENGTH = 512
 
 
 def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, float]:
-    """Generate the requests of `load` by LLM.generate, `concurrency` prompts at a time.
+    """Generate the requests of `load` with LLM.generate, `concurrency` prompts at a time.
 
-    Returns tokens per CPU second and per second.
+    Returns tokens per CPU second and per wall second.
     """
     params = SamplingParams(num_tokens_to_generate=load.num_tokens, ignore_eos=True)
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -122,8 +123,8 @@ def own_generation(llm: LLM, load: ServingLoad, concurrency: int) -> dict[str, f
 def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, float]:
     """Send the requests of `load` to a server as streams.
 
-    Returns tokens per second and per CPU second, with and without the client's CPU time, and each
-    process's share. Raises RuntimeError if a request fails.
+    Returns tokens per wall second and per CPU second, with and without the client's CPU time, and
+    each process's share of the CPU time. Raises RuntimeError if a request fails.
     """
     before, own_before = server.cpu_seconds(), time.process_time()
     summary = asyncio.run(measure_serving(load))
@@ -141,7 +142,7 @@ def served_generation(server: ServerProcess, load: ServingLoad) -> dict[str, flo
 
 
 async def first_token_s(url: str, prompt: Sequence[int], num_requests: int) -> list[float]:
-    """Return the seconds to the first event of streams, sent one after the other."""
+    """Return the seconds to the first event of each of `num_requests` streams, sent in turn."""
     found = []
     body = {"prompt": list(prompt), "max_tokens": 2, "stream": True, "ignore_eos": True}
     async with aiohttp.ClientSession(base_url=url) as session:
@@ -157,7 +158,7 @@ async def first_token_s(url: str, prompt: Sequence[int], num_requests: int) -> l
 
 
 def own_first_token_s(llm: LLM, prompt: Sequence[int], num_requests: int) -> list[float]:
-    """Return the seconds to the first token of requests by LLM.generate, as the engine counts."""
+    """Return the engine's time to first token of each request, with LLM.generate."""
     found = []
     params = SamplingParams(num_tokens_to_generate=2, ignore_eos=True)
     for _ in range(num_requests):
@@ -171,7 +172,7 @@ def own_first_token_s(llm: LLM, prompt: Sequence[int], num_requests: int) -> lis
 def play_round(
     llm: LLM, servers: dict[str, ServerProcess], arguments: argparse.Namespace, index: int
 ) -> dict[str, dict[str, float]]:
-    """Run LLM.generate and each server once; the order is reversed in odd rounds.
+    """Run LLM.generate and each server once, in reversed order if `index` is odd.
 
     Returns the figures by name.
     """
@@ -198,7 +199,7 @@ def play_round(
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Start the servers and run all rounds. Returns all figures as plain values."""
+    """Start the servers, run all rounds, and return all figures as plain values."""
     directory = model_directory(arguments.model, "float32", arguments.cache)
     config = InferenceConfig(max_sequence_length=MAX_SEQUENCE_LENGTH, num_threads=1)
     loads, missing = [os.getloadavg()[0]], ""
@@ -237,7 +238,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _medians(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Return the medians of each way's figures, and its ratios and differences to LLM.generate."""
+    """Return the medians of all figures, with ratios and differences to LLM.generate."""
     medians = {}
     for way, first in rounds[0].items():
         found = {name: statistics.median(rows[way][name] for rows in rounds) for name in first}
@@ -270,7 +271,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = parse_arguments(argv)
     console = Console(stderr=True)
     results = measure(arguments, console)

@@ -1,6 +1,7 @@
-"""HTTP servers of rollout and vLLM in child processes, and the CPU time of their processes.
+"""HTTP servers of rollout and vLLM in child processes, and their CPU times.
 
-Used by `benchmarks.serving`. Writes log files below the cache folder.
+Used by `benchmarks.serving`. Starts and kills processes, and writes log files below the cache
+folder.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ _VLLM_PORT = 8731
 
 
 class ServerProcess:
-    """A context manager that runs a server. The end of the block terminates the server, waits up to
-    60 s, and kills what is left of its process group."""
+    """A server in a child process. A context manager.
+
+    The end of the block terminates the server, waits up to 60 s, and kills its process group.
+    """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, url: str = ""
     ) -> None:
         """Start the server. Its output goes to the file `log`.
 
-        url: the server's address; "" if the server prints {"url": ...} as its first line.
+        `url` is the server's address, or "" if the server prints {"url": ...} as its first line.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as output:
@@ -63,7 +66,8 @@ class ServerProcess:
         self._end()
 
     def _await_health(self) -> None:
-        """Wait for the server's /health. Raises TimeoutError or, if it has ended, OSError."""
+        """Wait until GET /health succeeds. Raises OSError if the server ends, TimeoutError after
+        900 s."""
         deadline = time.monotonic() + START_S
         while self._process.poll() is None:
             with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
@@ -83,7 +87,7 @@ class ServerProcess:
         self._process.wait()
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds so far, by the kind of process: server, coordinator or engine."""
+        """Return the CPU seconds so far of "server", "coordinator" and "engine" processes."""
         found: dict[str, float] = {}
         for pid in (self._process.pid, *descendants(self._process.pid)):
             with suppress(OSError):  # it has ended
@@ -93,7 +97,7 @@ class ServerProcess:
 
 
 def _name_of(pid: int, server_pid: int) -> str:
-    """Return the kind of a process: server, coordinator or engine."""
+    """Return the kind of a process: "server", "coordinator" or "engine"."""
     if pid == server_pid:
         return "server"
     words = Path(f"/proc/{pid}/cmdline").read_text()
@@ -104,7 +108,7 @@ def _name_of(pid: int, server_pid: int) -> str:
 def rollout_server(
     directory: Path, cache: Path, config: InferenceConfig
 ) -> Iterator[ServerProcess]:
-    """Run `rollout serve` of the model in `directory`, on a free port."""
+    """Run `rollout serve` with the model in `directory`, on a free port."""
     words = [f"max_sequence_length={config.max_sequence_length}", "num_threads=1", "port=0"]
     command = [sys.executable, "-m", "rollout", "serve", f"model={directory}", *words, "--json"]
     log = cache / "logs" / "rollout-server.log"
@@ -114,8 +118,11 @@ def rollout_server(
 
 @contextmanager
 def vllm_server(directory: Path, cache: Path, max_length: int) -> Iterator[ServerProcess]:
-    """Run vLLM's server. Raises OSError if vLLM is not installed or the server ends, and
-    TimeoutError if it does not answer."""
+    """Run vLLM's server with the model in `directory`.
+
+    Raises OSError if vLLM is not installed or the server ends, and TimeoutError if the server does
+    not answer.
+    """
     installed = sorted((cache / "peers").glob("vllm-*/bin/python"))
     if not installed:
         raise OSError("it is not installed; benchmarks/peers.py does that")

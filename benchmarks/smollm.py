@@ -1,12 +1,13 @@
-"""Trains SmolLM2 by GRPO on two tasks, each with several seeds, and compares ways to train.
+"""Train SmolLM2 by GRPO on two tasks with several seeds, and compare four ways to train.
 
     python -m benchmarks.smollm                          # all runs, minutes each on two cores
     python -m benchmarks.smollm --kinds reversal --seeds 1
     python -m benchmarks.smollm --directory DIR          # only the runs that DIR lacks
 
-The ways, on the first task: synchronous, asynchronous, LoRA, and a control with shuffled rewards.
-Each run is `rollout train --config-name smollm` in a process of its own. Prints Markdown tables. If
-both tasks and the control were run, draws docs/images/smollm.png.
+A program, run by hand. The ways are synchronous, asynchronous, LoRA, and shuffled rewards as a
+control. Each run is a child process, `rollout train --config-name smollm`, which writes into the
+directory. The program prints Markdown tables. It draws docs/images/smollm.png if both tasks and
+the control were run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PARTS = ("generate", "train", "update", "suspend", "resume", "wait")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Wall and CPU seconds of a run's process, and the most memory that it had, in MiB."""
+    """Wall and CPU seconds of a run's process, and its peak memory in MiB."""
 
     wall_s: float
     cpu_s: float
@@ -56,8 +57,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run. `exact`: the share of exact greedy answers, by step. `parts_s`: the seconds
-    that all steps spent in each of PARTS. Evaluations are not counted."""
+    """A finished run.
+
+    exact: share of exact greedy answers, by step.
+    parts_s: seconds of all steps in each of PARTS, without evaluations.
+    """
 
     kind: str
     seed: int
@@ -67,7 +71,7 @@ class Run:
 
     @classmethod
     def read(cls, kind: str, seed: int, directory: Path) -> Run:
-        """Read a run's files."""
+        """Read a run from its files in `directory`."""
         rows = read_jsonl(directory / "metrics.jsonl")
         summary = json.loads((directory / "summary.json").read_text())
         return cls(
@@ -80,9 +84,9 @@ class Run:
 
 
 def run_of(kind: str, seed: int, directory: Path) -> Run:
-    """Return the run of this kind and seed, made in `directory` unless it is there already.
+    """Return the run of this kind and seed. Makes it in `directory`, unless it is complete there.
 
-    Raises CalledProcessError if the job fails; its output is in `directory`.
+    Raises CalledProcessError if the job fails. The job's output is then in `directory`.
     """
     own = directory / "outputs" / "train" / kind / f"seed_{seed}"
     if not (own / "cost.json").exists():
@@ -106,8 +110,11 @@ def run_of(kind: str, seed: int, directory: Path) -> Run:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """Return two Markdown tables: results and cost of each run, and the share of the steps' time
-    in each of PARTS for each kind."""
+    """Return two Markdown tables.
+
+    The first has results and cost of each run. The second has the share of time in each of PARTS,
+    by kind of run.
+    """
     lines = ["| run | seed | exact before | after | minutes | CPU minutes | peak memory, GiB |"]
     lines.append("|---|---:|---:|---:|---:|---:|---:|")
     for run in runs:
@@ -128,8 +135,10 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def draw(directory: Path, path: Path) -> None:
-    """Draw the share of exact held-out answers over the steps: for each task the mean and the range
-    of its seeds, and the control of the first."""
+    """Draw the share of exact held-out answers over the steps.
+
+    Each task shows the mean and range of its seeds. The first task also shows the control.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -152,7 +161,7 @@ def draw(directory: Path, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make the missing runs and print the tables. Draw the plot if its runs are there."""
+    """Make the missing runs, and print the tables. Draws the plot if its runs are complete."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "outputs" / "smollm")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")

@@ -1,11 +1,11 @@
-"""Reward under several staleness bounds: fixed ones, and one that follows the ESS.
+"""Reward under several staleness bounds: fixed bounds, and one that follows the ESS.
 
     python benchmarks/staleness_bound.py
 
-Each run solves the counting problem of examples/async_minimal.py with the real producer and engine,
-in one process. For each seed, every bound gets the same initial weights, prompts and number of
-steps. A training step is short, so tokens are about as old as the bound allows. Prints a Markdown
-table; ESS is the effective sample size of a batch.
+A program, run by hand. Each run solves the counting problem of examples/async_minimal.py, with the
+producer and the engine in one process. For each seed, all bounds have the same initial weights,
+prompts and number of steps. ESS is the effective sample size of a batch. The program prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ BATCH_GROUPS, GROUP_SIZE, WINDOW_STEPS = 16, 8, 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Means over all steps of a run; `reward_last` is the mean of its last WINDOW_STEPS steps.
+    """Means over all steps of a run.
 
-    lag: policy lag of the trained tokens, in versions. ess: effective sample size as a fraction.
-    bound: staleness bound in force, in versions.
+    reward_last: mean reward of the last WINDOW_STEPS steps.
+    lag: policy lag of the trained tokens, in weight versions.
+    ess: effective sample size, as a fraction of the batch.
+    bound: staleness bound in force, in weight versions.
     """
 
     reward_mean: float
@@ -53,7 +55,7 @@ class Run:
 
 
 async def train(bound: Bound, seed: int, num_steps: int, learning_rate: float) -> Run:
-    """Train `num_steps` steps from the initial weights of `seed`. Returns the run's means."""
+    """Train `num_steps` steps, and return the run's means. `seed` sets the initial weights."""
     torch.manual_seed(seed)
     shape: dict[str, Any] = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     heads: dict[str, Any] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)

@@ -1,10 +1,11 @@
-"""Times suspends, resumes and weight updates against the bare copies or prefills that they need.
+"""Time suspends, resumes and weight updates, and the bare copies or prefills that they need.
 
     python benchmarks/suspend_resume.py            # a pool of 512 MiB, median of 20
     python benchmarks/suspend_resume.py --small    # a test run of seconds, whose times mean nothing
 
-Each process computes with one thread. Writes a Markdown page and a JSON file to benchmarks/results
-and a plot into docs.
+A program, run by hand. `benchmarks.memory_cycles` and `benchmarks.update_gaps` measure. The program
+prints a Markdown page, and writes it and a JSON file to benchmarks/results, and a plot to
+docs/suspend_resume.png.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure everything. Returns all figures as plain values."""
+    """Run all measurements, and return all figures as plain values."""
     spec = MODELS["small" if arguments.small else "m45"]
     rows = []
     with progress_bar(console) as progress:
@@ -82,7 +83,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = parse_arguments(argv)
     logging.getLogger("rollout").setLevel(logging.WARNING)
     console = Console(stderr=True)

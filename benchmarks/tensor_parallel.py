@@ -1,12 +1,11 @@
-"""Time of a decode step of an engine of two ranks, and of one process.
+"""Time of a decode step of an engine of two ranks, and of an engine in one process.
 
     python benchmarks/tensor_parallel.py            # minutes
     python benchmarks/tensor_parallel.py --small    # seconds: shows that it runs, not how well
 
-Decode steps at batch sizes 1 and 16. The contestants take turns, a few steps at a time, so that
-other work on the machine disturbs all of them. Two ranks need two processors that are free at the
-same time: the least time of a step shows what they can do, the median what they did here. Writes a
-Markdown page and a JSON file to benchmarks/results.
+A program, run by hand. It measures batches of 1 and 16 rows. The engines take turns, a few steps at
+a time. Two ranks need two free CPUs: on a busy machine the least time of a step shows more than the
+median. The program prints a Markdown page, and writes it and a JSON file to benchmarks/results.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PROMPT_TOKENS, STEPS_AT_ONCE = 8, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """An engine of `num_ranks` processes with `num_threads` each."""
+    """An engine of `num_ranks` processes, each with `num_threads` threads."""
 
     name: str
     num_ranks: int
@@ -48,7 +47,7 @@ CONTESTANTS = (
 
 
 class Steps:
-    """The engine of a contestant, with `batch` rows that decode for at least `num_steps` steps."""
+    """An engine with `batch` rows, which decode for at least `num_steps` steps."""
 
     def __init__(self, spec: ModelSpec, contestant: Contestant, batch: int, num_steps: int) -> None:
         self.contestant = contestant
@@ -69,7 +68,7 @@ class Steps:
             self.engine.step()
 
     def measure(self, num_steps: int) -> list[tuple[float, float]]:
-        """Run `num_steps` steps. Returns the wall and CPU seconds of each, in this process."""
+        """Run `num_steps` steps. Returns each step's wall seconds and rank 0's CPU seconds."""
         torch.set_num_threads(self.contestant.num_threads)
         times = []
         for _ in range(num_steps):
@@ -80,7 +79,7 @@ class Steps:
 
 
 def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str, float]]:
-    """Return the least, median and CPU milliseconds of a step, by contestant."""
+    """Return the least, median and CPU milliseconds of a step, by name of the engine."""
     num_steps = num_rounds * STEPS_AT_ONCE
     steps = [Steps(spec, contestant, batch, num_steps) for contestant in CONTESTANTS]
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in CONTESTANTS}
@@ -100,7 +99,7 @@ def measure(spec: ModelSpec, batch: int, num_rounds: int) -> dict[str, dict[str,
 
 
 def as_markdown(results: dict[str, Any]) -> str:
-    """Return a page with a row for each batch size and contestant."""
+    """Return a Markdown page with a row for each batch size and engine."""
     machine, load = results["machine"], results["load_average"]
     lines = [
         f"# Tensor parallel, {results['date']}",
@@ -125,7 +124,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print and write. Returns the results."""
+    """Run the benchmark, print and write the results, and return them."""
     arguments = results_parser(__doc__, rounds=10, small="a tiny model, one round").parse_args(argv)
     spec = SMALL if arguments.small else replace(QWEN_05B, dtype=torch.bfloat16)
     num_rounds = 1 if arguments.small else arguments.rounds

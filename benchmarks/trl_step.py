@@ -1,12 +1,12 @@
-"""A GRPO step of TRL's GRPOTrainer and a GRPO step of this package, compared part by part.
+"""Compare a GRPO step of TRL's GRPOTrainer with a step of this package, part by part.
 
     python -m benchmarks.trl_step            # ten minutes; needs SmolLM2 (extra smollm2) and trl
     python -m benchmarks.trl_step --small    # seconds, with a random model: shows that it runs
 
-The step is that of `rollout train --config-name smollm`: 8 samples each of 8 prompts. Each kind
-runs in a process of its own, on one thread: TRL alone (its own generation, micro-batches of 8
-rollouts), TRL with this engine (TRLRollouts), and this package. This package computes its update on
-the rollouts of TRL alone, so losses and gradient norms must be equal. Prints a Markdown table.
+A program, run by hand. The step is that of `rollout train --config-name smollm`: 8 samples for each
+of 8 prompts. Three kinds of step run in child processes, each on one thread: TRL alone, TRL with
+this engine, and this package. This package updates on the rollouts of TRL alone, so losses and
+gradient norms of the two must agree. The program prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ LOSS = PolicyLossConfig(kind="dapo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """CPU seconds of a step by part, the peak memory of its process in bytes, the loss, and the
-    norm of its gradient before clipping."""
+    """Figures of a step.
+
+    cpu_s: CPU seconds by part.
+    peak_bytes: peak memory of the step's process.
+    grad_norm: gradient norm before clipping.
+    """
 
     cpu_s: dict[str, float]
     peak_bytes: int
@@ -67,14 +71,14 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the block's CPU seconds to a part."""
+        """Count the CPU seconds of the block as the part `name`."""
         start = time.process_time()
         yield
         self.cpu_s[name] += time.process_time() - start
 
 
 def settings_of(is_small: bool) -> JobSettings:
-    """Return the settings of the smollm job, or of a random model on short answers."""
+    """Return the settings of the smollm job. `is_small` makes the step tiny."""
     small = ("algorithm.groups_per_step=2", "algorithm.group_size=2", "algorithm.max_new_tokens=3")
     return compose_settings(small if is_small else (), "smollm")
 
@@ -86,7 +90,7 @@ def first_prompts(task: Task, settings: JobSettings) -> list[PromptItem]:
 
 
 def policy_of(task: Task, is_small: bool) -> Any:
-    """Return the job's policy, or a tiny random one with the same tokenizer."""
+    """Return the job's policy, or a tiny random model with the same tokenizer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -103,9 +107,9 @@ def rewards_of(
 ) -> list[float]:
     """Return the job's reward of each completion: exact match plus edit similarity.
 
-    Completions of the random model, which would all get 0, are scored by their token ids.
+    With `is_small`, the reward depends on the sum of the token ids.
     """
-    if is_small:
+    if is_small:  # the job's reward would be 0 for all completions of the random model
         return [sum(ids) % 7 / 7 for ids in completions]
     texts = task.tokenizer.batch_decode(completions, skip_special_tokens=True)
     cut = [list(ids[-1:]) != [task.tokenizer.eos_token_id] for ids in completions]
@@ -119,8 +123,10 @@ def rewards_of(
 
 
 def trl_step(is_small: bool, has_engine: bool, rollouts_file: Path) -> Step:
-    """Make one step of a GRPOTrainer: with our engine if `has_engine`, else with TRL's generation,
-    whose rollouts are then written to `rollouts_file`."""
+    """Run one step of a GRPOTrainer, with our engine if `has_engine`.
+
+    Without our engine, TRL generates, and the rollouts are written to `rollouts_file`.
+    """
     torch.set_num_threads(1)
     settings, watch = settings_of(is_small), Stopwatch()
     task = Task(settings.model, settings.data, settings.reward)
@@ -147,7 +153,7 @@ def trl_step(is_small: bool, has_engine: bool, rollouts_file: Path) -> Step:
 def _arguments(
     settings: JobSettings, task: Task, policy: Any, is_small: bool, output_dir: str
 ) -> dict[str, Any]:
-    """Return the arguments of a GRPOTrainer for one step of the job, but for `rollout_func`."""
+    """Return the arguments of a GRPOTrainer for one step of the job, except `rollout_func`."""
     from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
 
@@ -190,9 +196,9 @@ def _arguments(
 
 
 def _timed_trainer(watch: Stopwatch, losses: list[float], rollouts_file: Path | None) -> Any:
-    """Return a GRPOTrainer class that measures the parts of its step and appends its losses.
+    """Return a GRPOTrainer class that times the parts of its step and appends to `losses`.
 
-    `rollouts_file`: gets the rollouts with their advantages; None writes none.
+    The class writes its rollouts to `rollouts_file`, or nowhere if that is None.
     """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -229,7 +235,7 @@ def _timed_trainer(watch: Stopwatch, losses: list[float], rollouts_file: Path | 
 
 
 def own_step(is_small: bool, rollouts_file: Path) -> Step:
-    """Generate and score the same prompts, and update on the rollouts in `rollouts_file`."""
+    """Generate and score the same prompts, then update on the rollouts in `rollouts_file`."""
     torch.set_num_threads(1)
     settings, watch = settings_of(is_small), Stopwatch()
     task = Task(settings.model, settings.data, settings.reward)
@@ -266,9 +272,9 @@ def own_step(is_small: bool, rollouts_file: Path) -> Step:
 
 
 def batch_of(outputs: dict[str, Any]) -> tuple[RolloutBatch, torch.Tensor]:
-    """Return the batch of TRL's rollouts and their advantages [B, T].
+    """Return TRL's rollouts as a batch, and their advantages [B, T].
 
-    TRL pads prompts on the left, and a batch here on the right. The behaviour log-probs are 0.
+    Left padding of prompts becomes right padding. The behaviour log-probs are 0.
     """
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     rows = [
@@ -306,7 +312,7 @@ def batch_of(outputs: dict[str, Any]) -> tuple[RolloutBatch, torch.Tensor]:
 
 
 def compare(is_small: bool, directory: Path) -> dict[str, Step]:
-    """Return one step of each of KINDS. `directory`: for TRL's rollouts."""
+    """Run one step of each of KINDS. TRL's rollouts are written to `directory`."""
     file, processes = directory / "rollouts.pt", multiprocessing.get_context("spawn")
     works: tuple[tuple[Callable[..., Step], tuple[Any, ...]], ...] = (
         (trl_step, (is_small, False, file)),
@@ -333,7 +339,7 @@ def table(steps: dict[str, Step]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make a step of each kind and print the table."""
+    """Run a step of each kind, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a random model and short answers")
     with tempfile.TemporaryDirectory() as directory:

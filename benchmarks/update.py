@@ -1,13 +1,13 @@
-"""Time and memory of a group's gradients: whole rows, trees that compute a shared prefix once, and
-trees with gradient checkpointing or autocast.
+"""Time and memory of a group's gradients, with and without a shared prefix.
 
     python -m benchmarks.update            # five minutes; needs SmolLM2 (extra smollm2)
     python -m benchmarks.update --small    # seconds, with a tiny model: shows that it runs
 
-Loss and gradients of 8 rollouts of one prompt, in float32 on one thread. Each way runs in a process
-of its own, which computes the gradients `--rounds` times after a small warm-up. Prints the least
-CPU seconds, the peak memory above the loaded model and its gradients, and the largest difference
-from the gradients of whole rows, relative to the largest gradient of the parameter.
+A program, run by hand. `benchmarks.pushes` imports `load_policy`. It computes loss and gradients of
+8 rollouts of one prompt, in float32 on one thread. The ways are whole rows, trees that compute the
+shared prompt once, and trees with gradient checkpointing or autocast. Each way runs in a child
+process. The program prints the least CPU seconds, the peak memory, and the largest difference of
+gradients from those of whole rows.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ WAYS: dict[str, dict[str, Any]] = {  # settings of the update
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """CPU seconds of a group's gradients, and the peak memory above the loaded model and its
-    gradients, in bytes."""
+    """Costs of a group's gradients.
+
+    peak_bytes: peak memory in bytes, without the loaded model and its gradients.
+    """
 
     cpu_s: float
     peak_bytes: int
@@ -84,8 +86,7 @@ def group_of(prompt_tokens: int, new_tokens: int, vocabulary: int) -> RolloutBat
 def measure(size: tuple[int, int], way: str, is_small: bool, rounds: int, to: Path) -> Result:
     """Compute the gradients of a group `rounds` times, and write them to the file `to`.
 
-    `size`: tokens of the prompt and of each completion. `way`: one of WAYS. Runs in a process of
-    its own.
+    `size` is the number of tokens of the prompt and of each completion. `way` is a key of WAYS.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -116,8 +117,10 @@ def measure(size: tuple[int, int], way: str, is_small: bool, rounds: int, to: Pa
 
 
 def largest_difference(first: Path, second: Path) -> float:
-    """Return the largest difference between two files' gradients, relative to the largest gradient
-    of each parameter."""
+    """Return the largest difference between the gradients in two files.
+
+    A difference is relative to the parameter's largest gradient in `second`.
+    """
     ours, theirs = torch.load(first), torch.load(second)
     return max(
         float((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-30))
@@ -131,7 +134,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Result]]:
-    """Measure all sizes, print a table, and return the results by size and way."""
+    """Run the benchmark, print a table, and return the results by size and way."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="a tiny model and short rollouts")
     parser.add_argument("--rounds", type=at_least_one, default=2, help="the least time is printed")

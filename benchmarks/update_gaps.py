@@ -1,11 +1,9 @@
-"""Measures how long in-flight updates interrupt one request.
+"""Measure how long in-flight weight updates interrupt one request.
 
-A gap is the time between the request's last token under the old weights and its first token under
-the new ones; it includes one step. It is compared with the stall that the update reports, with the
-median step, and with the longest step, which staging slows down. All is measured twice: with an
-LLM, which another thread updates, and with an AsyncLLM, whose engine is a process. Gaps in the
-engine are the request's `tpot`; gaps of the stream are measured where the tokens arrive. Used by
-`benchmarks.suspend_resume` and `benchmarks.memory_cycles`.
+Used by `benchmarks.suspend_resume` and `benchmarks.memory_cycles`. A gap is the time between the
+request's last token under old weights and its first token under new weights. It contains one step.
+Gaps are compared with the stall that the update reports, and with the median and the longest step.
+Two engines are measured: an LLM in this process, and an AsyncLLM with an engine process.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ _PROMPT = list(range(1, 33))
 
 
 def measure_gaps(spec: ModelSpec, num_updates: int, tokens_per_update: int) -> dict[str, Any]:
-    """Return gaps, stalls and steps in seconds, for "in_process" (an LLM) and "engine_process" (an
-    AsyncLLM), with the numbers of updates and bytes.
+    """Return gaps, stalls and steps in seconds, for "in_process" and "engine_process".
 
-    `tokens_per_update`: tokens that the request generates for each update.
+    "in_process" is an LLM, "engine_process" an AsyncLLM. `tokens_per_update` is the number of
+    tokens that the request generates for each update.
     """
     weights = [CausalLM.random(spec, seed=seed).read_weights() for seed in (1, 2)]
     num_tokens = (num_updates + 1) * tokens_per_update
@@ -107,7 +105,8 @@ def _gaps(
     arrivals: list[float] | None,
     reports: Sequence[WeightUpdateReport],
 ) -> dict[str, Any]:
-    """Return the figures of one request. `arrivals`: times of its streamed tokens, if streamed."""
+    """Return the figures of one request. `arrivals` are the times of its tokens if it was
+    streamed."""
     assert request.tpot is not None
     versions = request.policy_versions.tolist()
     changes = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]
@@ -128,7 +127,7 @@ def _gaps(
 
 
 def gaps_as_markdown(gaps: dict[str, Any]) -> list[str]:
-    """Return one line of text for each entry of a `measure_gaps` result, in milliseconds."""
+    """Return a line of text for each entry of a `measure_gaps` result, in milliseconds."""
     lines = []
     for place, result in gaps.items():
         stall, gap = statistics.median(result["reported"]), statistics.median(result["gaps"])

@@ -1,6 +1,6 @@
-"""An event loop whose clock jumps to the next timer, for simulations of code that waits.
+"""An event loop in virtual time, for simulations of code that sleeps.
 
-Used by `benchmarks.producer_order`.
+Used by `benchmarks.producer_order`, and by tests.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that jumps to the next timer instead of waiting for it.
+    """An event loop whose clock jumps to the next timer instead of waiting for it.
 
-    AssertionError is raised if no event is ready and no timer is set: nothing could ever run.
+    Raises AssertionError if no event is ready and no timer is set.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` on a VirtualLoop and return its result. Its sleeps take no real time.
+    """Run `work` on a VirtualLoop, and return its result. Its sleeps take no real time.
 
-    It must leave no unfinished task.
+    Raises AssertionError if a task is left unfinished.
     """
     loop = VirtualLoop()
     try:

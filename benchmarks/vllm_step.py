@@ -1,16 +1,16 @@
-"""CPU time of a step and of an update: vLLM alone, and under rollout's Engine.
+"""Compare the CPU time of a step and of an update: vLLM alone, and vLLM under Engine.
 
     python -m benchmarks.vllm_step              # 64 and 256 rows of a 0.5B and of a 4M shape
     python -m benchmarks.vllm_step --model 4M --rows 16
 
-Needs vLLM (docs/how-to/vllm.md). Two EngineCores of vLLM hold the same model: one is driven as
-vLLM's own engine does it, the other by Engine. Their steps alternate, and so do their updates;
-every row decodes and none ends.
+A program, run by hand. Needs vLLM (docs/how-to/vllm.md). Two vLLM EngineCores hold the same model.
+One is driven as vLLM itself does, the other by rollout's Engine. Their decode steps alternate, and
+so do their updates.
 
-The first table has medians of CPU milliseconds per step, and the median ratio of neighbouring
-steps. The second has medians of an update with the same tensors while rows decode: vLLM's
-`reload_weights` alone; `stage_weights`, which in a fleet runs beside steps; and `commit_weights`,
-for which steps wait. Each measurement ends after --seconds, with at least three pairs.
+The program prints two tables. The first has median CPU milliseconds per step, and the median ratio
+of neighbouring steps. The second has medians of an update with the same tensors while rows decode:
+vLLM's `reload_weights`, `stage_weights` and `commit_weights`. Each measurement ends after
+--seconds, but not before three pairs.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _UPDATE_TITLES = [
 
 
 class Seconds(NamedTuple):
-    """The CPU time and the wall time of a call."""
+    """CPU and wall seconds of a call."""
 
     cpu: float
     wall: float
 
 
 def seconds_of(call: Callable[[], object]) -> Seconds:
-    """Time a call."""
+    """Return the CPU and wall seconds of a call."""
     cpu, wall = time.process_time(), time.perf_counter()
     call()
     return Seconds(time.process_time() - cpu, time.perf_counter() - wall)
@@ -83,7 +83,7 @@ def new_engine(directory: Path, num_rows: int) -> VllmEngine:
 
 
 def plain_step(engine: VllmEngine) -> Callable[[], object]:
-    """Return vLLM's own step of the engine's core, as EngineCoreProc runs it."""
+    """Return a function that steps the engine's core as vLLM's EngineCoreProc does."""
     core = engine.core
 
     def step() -> None:
@@ -94,22 +94,25 @@ def plain_step(engine: VllmEngine) -> Callable[[], object]:
 
 
 def add_rows(engine: VllmEngine, num_rows: int) -> list[int]:
-    """Add requests that outlast the measurement. Returns their ids."""
+    """Add `num_rows` requests that outlast the measurement, and return their ids."""
     params = SamplingParams(return_log_probs=True, termination_id=-1)
     prompts = [[(row * 31 + i) % 1000 + 1 for i in range(PROMPT_LEN)] for row in range(num_rows)]
     return [engine.add_request(prompt, params) for prompt in prompts]
 
 
 def use_plain_scheduler(engine: VllmEngine) -> None:
-    """Give the engine's core the class of vLLM's own scheduler, which records no versions."""
+    """Give the engine's core vLLM's own scheduler class, which records no versions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     engine.core.scheduler.__class__ = Scheduler
 
 
 class Pair:
-    """vLLM alone and under Engine, with the same model. `limit_s`: most seconds of a measurement
-    after its first pairs; `max_pairs`: most pairs."""
+    """vLLM alone and vLLM under Engine, with the same model.
+
+    limit_s: a measurement ends after this many seconds, but not before its first pairs.
+    max_pairs: maximum number of pairs in a measurement.
+    """
 
     def __init__(self, directory: Path, num_rows: int, limit_s: float, max_pairs: int) -> None:
         self._plain = new_engine(directory, num_rows)
@@ -132,7 +135,7 @@ class Pair:
 
     @contextmanager
     def rows(self, num_rows: int) -> Iterator[None]:
-        """Let both decode `num_rows` requests."""
+        """Let both engines decode `num_rows` requests within the block."""
         of_plain, of_ours = add_rows(self._plain, num_rows), add_rows(self._ours, num_rows)
         for step in self._steps:
             for _ in range(num_rows * PROMPT_LEN // 2048 + 4):  # prefills, and warms up
@@ -143,13 +146,14 @@ class Pair:
             self._ours.abort_request(request_id)
 
     def measure_steps(self) -> list[tuple[float, float]]:
-        """Return the CPU seconds of neighbouring steps: of vLLM alone, and of Engine."""
+        """Return the CPU seconds of neighbouring steps of vLLM alone and of Engine."""
         return [
             (seconds_of(self._steps[0]).cpu, seconds_of(self._steps[1]).cpu) for _ in self._turns()
         ]
 
     def measure_updates(self) -> list[tuple[Seconds, Seconds, Seconds]]:
-        """Return the times of neighbouring updates: vLLM's reload, then staging and commit."""
+        """Return the seconds of neighbouring updates: vLLM's reload, then Engine's staging and
+        commit."""
         found = []
         for index in self._turns():
             reload, stage, commit = self._update()
@@ -180,7 +184,6 @@ class Pair:
 
 
 def print_steps(model: str, num_rows: int, pairs: Sequence[tuple[float, float]]) -> None:
-    """Print a row of the table of steps."""
     own, of_engine = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
     ratio = statistics.median(ours / plain for plain, ours in pairs)
     cells = [model, str(num_rows), f"{own:.1f}", f"{of_engine:.1f}", f"{ratio:.3f}"]
@@ -190,7 +193,7 @@ def print_steps(model: str, num_rows: int, pairs: Sequence[tuple[float, float]])
 def print_updates(
     model: str, num_bytes: int, found: Sequence[tuple[Seconds, Seconds, Seconds]]
 ) -> None:
-    """Print the rows of the table of updates: CPU time and wall time."""
+    """Print a row with CPU times and a row with wall times of updates."""
     for index, kind in enumerate(Seconds._fields):
         times = [tuple(each[index] for each in update) for update in found]
         medians = [statistics.median(column) * 1e3 for column in zip(*times, strict=True)]
@@ -206,7 +209,7 @@ def print_titles(titles: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print both tables."""
+    """Run all measurements, and print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["4M", "0.5B"])
     parser.add_argument("--rows", nargs="+", type=at_least_one, default=[64, 256])

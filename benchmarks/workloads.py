@@ -1,7 +1,8 @@
-"""Workloads of the generation benchmarks: prompts, and the output lengths of every contestant.
+"""Workloads of the generation benchmarks: prompts, and the length of every output.
 
-Used by the programs that compare generation. Needs only the standard library and NumPy, because
-the processes of `benchmarks.peers` import it in environments of their own.
+Used by `benchmarks.generate`, `benchmarks.moe`, `benchmarks.rounds`, `benchmarks.contestants`, the
+gpu modules and the peers modules of this folder. Needs only the standard library and NumPy, because
+the peers' own environments import it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`num_samples` samples of each prompt, `output_lens[i]` tokens long for prompt i.
+    """Prompts, with `num_samples` samples of each. Samples of prompt i have `output_lens[i]`
+    tokens.
 
-    wants_logprobs: whether the log-prob of each token is asked for.
+    wants_logprobs: whether samples include the log-prob of each token.
     temperature: 1, or 0 for greedy decoding.
     """
 
@@ -31,19 +33,19 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens asked for in all samples; padding does not count."""
+        """Number of output tokens in all samples."""
         return self.num_samples * sum(self.output_lens)
 
     def shortened(self, num_tokens: int) -> Workload:
-        """Return the same requests, cut to at most `num_tokens` new tokens each."""
+        """Return the same prompts, with at most `num_tokens` output tokens per sample."""
         return replace(self, output_lens=tuple(min(n, num_tokens) for n in self.output_lens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """Samples of a workload: all of the first prompt, then all of the second, ...
+    """Samples of a workload: all samples of the first prompt, then all of the second, and so on.
 
-    logprobs: one row per sample; None if the workload wants none.
+    logprobs: one row per sample, or None if the workload wants none.
     """
 
     tokens: list[list[int]]
@@ -51,7 +53,7 @@ class Generated:
 
 
 def require_what_was_asked(name: str, workload: Workload, generated: Generated) -> None:
-    """Raise RuntimeError unless contestant `name` generated exactly what the workload asks for."""
+    """Raise RuntimeError unless `generated` has the samples that the workload asks for."""
     wanted = [n for n in workload.output_lens for _ in range(workload.num_samples)]
     lengths = [len(tokens) for tokens in generated.tokens]
     scored = wanted if generated.logprobs is None else [len(row) for row in generated.logprobs]
@@ -77,7 +79,7 @@ def group_workload(
 def ragged_workload(
     vocab_size: int, *, num_prompts: int, prompt_len: int, shortest: int, mean: int, longest: int
 ) -> Workload:
-    """Return W2: single samples of geometric lengths with `mean`, clipped to the given bounds."""
+    """Return W2: one sample per prompt, with geometric lengths in the given bounds."""
     drawn = np.random.default_rng(0).geometric(1 / mean, size=num_prompts)
     lengths = tuple(int(n) for n in np.clip(drawn, shortest, longest))
     return Workload(
@@ -92,7 +94,7 @@ def ragged_workload(
 
 
 def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
-    """Return W1 and W2 by name. Small ones take a second and only show that programs run."""
+    """Return W1 and W2 by name. Small workloads only show that programs run."""
     if is_small:
         grouped = group_workload(
             vocab_size, num_prompts=2, num_samples=3, prompt_len=12, output_len=5
@@ -113,6 +115,6 @@ def workloads(vocab_size: int, *, is_small: bool) -> dict[str, Workload]:
 def random_prompts(
     vocab_size: int, prompt_lens: Sequence[int], seed: int = 0
 ) -> tuple[tuple[int, ...], ...]:
-    """Return prompts of random token ids of these lengths; equal for equal arguments."""
+    """Return prompts of random token ids with these lengths. Equal arguments give equal prompts."""
     random = np.random.default_rng(seed)
     return tuple(tuple(random.integers(0, vocab_size, size=n).tolist()) for n in prompt_lens)

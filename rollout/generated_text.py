@@ -267,7 +267,9 @@ def _pushed(detokenizer: IncrementalDetokenizer, token_id: int) -> str:
     try:
         return detokenizer.push([token_id])
     except Exception as fault:  # a tokenizer of the user may raise anything
-        raise DetokenizeError(f"the tokenizer cannot decode token {token_id}: {fault!r}") from fault
+        raise DetokenizeError(
+            f"fix the tokenizer: decode of token {token_id} raised {fault!r}"
+        ) from fault
 
 
 def add_text(record: DynamicInferenceRequestRecord, tokenizer: Tokenizer | None) -> None:

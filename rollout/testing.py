@@ -361,7 +361,7 @@ class ScriptedRuntime:
         return EngineStats(**values)
 
     def use_weight_transport(self, transport: object) -> None:
-        raise ConfigError("FakeLLM keeps the tensors of an update; it needs no weight transport")
+        raise ConfigError(f"FakeLLM has no weight transport ({transport!r}): push with WeightSync")
 
     def serve(self, config: object) -> tuple[str, int]:
         raise ConfigError("FakeLLM serves no HTTP; serve an LLM with a model")

@@ -1,6 +1,6 @@
-"""VllmPipeline: steps of vLLM, whose results are written into the Engine's records.
+"""VllmPipeline: runs vLLM's steps and writes their results into the Engine's records.
 
-`rollout_vllm.engine` makes it; Engine steps with it.
+`rollout_vllm.engine` makes it. Engine calls it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Sampled:
 class VllmPipeline:
     """Implements `PipelineInterface` by vLLM's EngineCore.
 
-    vLLM's state is not known after a failed step. So an error of a step ends the engine: it is
-    raised, and later calls are refused. In a fleet another engine continues the requests.
+    vLLM's state is unknown after a failed step. So an error of a step is raised and ends the
+    engine, which refuses later calls. In a fleet another engine continues the requests.
     """
 
     num_graph_captures = 0  # vLLM does not report them
@@ -106,7 +106,7 @@ class VllmPipeline:
                 self._commit(self._without_new_steps(), version, time.perf_counter())
 
     def _without_new_steps(self) -> Mapping[int, EngineCoreOutputs]:
-        """Return the output of the oldest step in flight. Launches none."""
+        """Wait for the oldest step in flight, and return its output."""
         future, plan, executed = self._core.batch_queue.pop()
         output = future.result()
         if output is None:
@@ -190,7 +190,7 @@ class VllmPipeline:
     def _append(
         self, request_id: int, request: VllmRequest, output: EngineCoreOutput, sampled: _Sampled
     ) -> FinishedRequest | None:
-        """Append a request's new tokens up to its end. Returns the end, None if it goes on."""
+        """Append a request's new tokens until it ends. Returns None if it continues."""
         for index, token_id in enumerate(output.new_token_ids):
             request.tokens.append(token_id)
             sampled.add(request_id, token_id, output, index)

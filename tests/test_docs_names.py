@@ -13,7 +13,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FOLDERS = ("rollout", "rollout_verl", "trainer_hooks", "conf", "examples", "benchmarks", "scripts")
+FOLDERS = (
+    "rollout",
+    "rollout_verl",
+    "rollout_vllm",
+    "trainer_hooks",
+    "conf",
+    "examples",
+    "benchmarks",
+    "scripts",
+)
 # A column of this page has the names of other projects.
 COMPARED_PAGE = ROOT / "docs" / "names.md"
 # The second to fourth columns of this page's table have the names of other projects.

@@ -228,8 +228,8 @@ def check_trainer(trainer: Any) -> None:
             raise ConfigError(f"GRPOConfig({name}={value!r}) with TRLRollouts: {refused.remedy}")
     if getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None):
         raise ConfigError(
-            "GRPOTrainer(tools=..., environment_factory=...) with TRLRollouts, which answers each "
-            "prompt by one turn: leave them out, or train with an environment of trainer_hooks"
+            "GRPOTrainer(tools=..., environment_factory=...): TRLRollouts answers each prompt by "
+            "one turn; leave them out, or train with an environment of trainer_hooks"
         )
     if getattr(trainer, "_is_vlm", False):
         raise ConfigError(

@@ -198,7 +198,7 @@ class AsyncGeneration(Protocol):
         await self._connect()
         params = sampling_params or SamplingParams()
         if as_text and self.tokenizer is None:
-            raise InvalidRequestError("as_text=True needs a tokenizer, and there is none")
+            raise InvalidRequestError("as_text=True needs a tokenizer; give tokenizer=DIR")
         ((stream,),) = self.stream_groups([(prompt, [params])], priority=priority)
         items = self._items_of(stream, prompt, params, as_text)
         async with aclosing(items), self._named_errors():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollout import apis
 from rollout.addresses import tcp_address
@@ -43,6 +44,7 @@ class JoinKeywords:
 
 
 _KINDS: Kinds = fields_of(JoinKeywords)
+BESIDE = "vllm-server"  # the engine of --beside, which the package rollout_vllm offers
 
 
 def run(words: Sequence[str]) -> int:
@@ -72,6 +74,11 @@ def run(words: Sequence[str]) -> int:
         metavar="NAME",
         help=f"name of the peer whose keys are used ({ENGINE})",
     )
+    parser.add_argument(
+        "--beside",
+        metavar="URL",
+        help="run the steps in the `vllm serve` process at http://HOST:PORT: engine=vllm-server",
+    )
     groups = (MODEL_KINDS, CONFIG_KINDS, _KINDS)
     given = parser.parse(words, *groups, hints=LLM_HINTS)
     of_model, fields, own = read_settings(with_model(given.settings), *groups, hints=LLM_HINTS)
@@ -81,6 +88,8 @@ def run(words: Sequence[str]) -> int:
             "--join tcp://HOST:PORT"
         )
     address = joined_address(given.join)
+    if given.beside is not None:
+        fields = with_server(fields, given.beside)
     config = engine_config(fields)
     of_model["model"] = model_of(of_model)
     curve = None if given.keys is None else peer_keys(given.keys, given.peer)
@@ -100,6 +109,19 @@ def run(words: Sequence[str]) -> int:
         on_registered=lambda: None if given.json else print(joined, file=sys.stderr, flush=True),
     )
     return 0
+
+
+def with_server(fields: Mapping[str, Any], url: str) -> dict[str, Any]:
+    """Return the fields of InferenceConfig with those of --beside. Raises UsageError if they name
+    another engine or server."""
+    options = {"url": url, **(fields.get("engine_options") or {})}
+    engine = fields.get("engine", BESIDE)
+    if engine != BESIDE or options["url"] != url:
+        raise UsageError(
+            f"--beside {url} contradicts engine={engine}, url={options['url']}; give only one of "
+            "--beside and these settings"
+        )
+    return {**fields, "engine": BESIDE, "engine_options": options}
 
 
 def joined_address(join: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from rollout.config import GIB, InferenceConfig
 from rollout.engine.build import EngineBuild
+from rollout.engine.engine import Engine
 from rollout.worker.kv_cache import bytes_per_block
 from rollout.worker.loading import DEFAULT_BUFFER_GB, DEFAULT_MEMORY_FRACTION, longest_sequence
 
@@ -52,6 +53,14 @@ def facts_of(build: EngineBuild) -> dict[str, list[Fact]]:
         "memory": list(_memory(build)),
         "limits": list(_limits(build)),
         "kernels": list(_kernels(build)),
+    }
+
+
+def described_facts(engine: Engine) -> dict[str, list[Fact]]:
+    """Return what an engine of another package says about itself, by the title of the section."""
+    return {
+        title: [Fact(name=name, value=text) for name, text in texts.items()]
+        for title, texts in engine.describe().items()
     }
 
 

@@ -28,6 +28,8 @@ from rollout.config import OWN_ENGINE
 if TYPE_CHECKING:  # it imports torch
     from rollout.cli.engine_facts import Fact
 
+_DESCRIBED = ("vllm-server",)  # engines of other packages that implement Engine.describe
+
 
 def run(words: Sequence[str]) -> int:
     """Build the engine, print its values and release it. Returns 0. `words` are the command's
@@ -40,20 +42,21 @@ def run(words: Sequence[str]) -> int:
     kinds = {**MODEL_KINDS, **CONFIG_KINDS}
     given = parser.parse(words, kinds, hints=LLM_HINTS)
     (of_llm,) = read_settings(with_model(given.settings), kinds, hints=LLM_HINTS)
-    if of_llm.get("engine", OWN_ENGINE) != OWN_ENGINE:
-        raise UsageError(
-            f"engine={of_llm['engine']} is not described by rollout explain; leave out engine="
-        )
+    name = of_llm.get("engine", OWN_ENGINE)
+    if name != OWN_ENGINE and name not in _DESCRIBED:
+        raise UsageError(f"engine={name} is not described by rollout explain; leave out engine=")
     with make_llm(of_llm) as llm:
         # Imports torch, which takes seconds, so not before the words are checked.
-        from rollout.cli.engine_facts import facts_of, summary
+        from rollout.cli.engine_facts import described_facts, facts_of, summary
         from rollout.engine.build import DynamicInferenceEngine
 
         engine = llm.engine
-        assert isinstance(engine, DynamicInferenceEngine), "it was asked for"
-        build = engine.build
-        sentence, sections = summary(build), facts_of(build)
-        products = build.backend.ops.explain().splitlines()
+        assert engine is not None, "no fleet was asked for"
+        sentence, sections, products = f"engine={name}", described_facts(engine), list[str]()
+        if isinstance(engine, DynamicInferenceEngine):
+            build = engine.build
+            sentence, sections = summary(build), facts_of(build)
+            products = build.backend.ops.explain().splitlines()
     if given.json:
         rows = {title: [asdict(fact) for fact in facts] for title, facts in sections.items()}
         print(json.dumps({**rows, "products": products}))

@@ -86,10 +86,10 @@ class DynamicInferenceEngine(Engine):
                 f"engine={config.engine!r} is another engine than this one; make it with LLM, or "
                 "with rollout.apis.engines.make_engine"
             )
-        if num_spmd_ranks(config) > 1:
+        if (num_ranks := num_spmd_ranks(config)) > 1:
             raise ConfigError(
-                "pg_collection needs an LLM, whose methods all ranks call; an engine that rank 0 "
-                "steps by itself would wait for the others"
+                f"pg_collection needs an LLM, whose methods all {num_ranks} ranks call; rank 0 "
+                "alone would wait for the others"
             )
         return cls._made_of(*_executor_of(model, config, weights_version), config, tokenizer)
 

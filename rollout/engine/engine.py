@@ -523,6 +523,11 @@ class Engine(ControlledEngine):
         implement it; Engine itself raises NotImplementedError."""
         raise NotImplementedError(f"{type(self).__name__} does not implement shared_settings")
 
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Return what `rollout explain` shows of an engine of another package: texts by title and
+        name. Engine itself returns {}."""
+        return {}
+
     @property
     def block_size_tokens(self) -> int:
         """Tokens of a KV block."""

@@ -193,7 +193,7 @@ def _refuse_ignored(parameters: Mapping[str, Any], layer_type: str) -> None:
     if {"rope_type", "type"} <= parameters.keys() and parameters["type"] != parameters["rope_type"]:
         raise ModelError(
             f"type={parameters['type']!r} in the rope parameters of {layer_type} is not supported: "
-            f"transformers ignores it beside rope_type={parameters['rope_type']!r}; set rope_type"
+            f"transformers ignores it beside rope_type={parameters['rope_type']!r}; keep rope_type"
         )
 
 

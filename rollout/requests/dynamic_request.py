@@ -83,6 +83,8 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     policy_spans: the version that sampled each position. Positions of the original prompt have
         `weights_version`.
     kv_spans: the version that wrote each position's KV; later positions are not written yet.
+    kv_versions_are_bounds: whether `kv_spans` has, for each position, the oldest version that may
+        have written its KV. The true version may be later, up to the version of the policy.
     policy_clock, kv_clock: the current versions from which staleness is counted; None until a
         record sets them. `completed_at_version` replaces both once it is set.
     context_kv_version_min, context_kv_version_mean: for each generated token, the oldest and the
@@ -115,6 +117,7 @@ class DynamicInferenceRequest(EventLog, InferenceRequest, ColumnStore):
     kv_clock: int | None = None
     policy_spans: VersionSpans = field(default_factory=VersionSpans)
     kv_spans: VersionSpans = field(default_factory=VersionSpans)
+    kv_versions_are_bounds: bool = False
     context_kv_version_min: list[int] = field(default_factory=list)
     context_kv_version_mean: list[float] = field(default_factory=list)
 

@@ -57,14 +57,15 @@ class FinishedRequest:
 class PrefilledPrompt:
     """A request whose prompt has KV for its first `num_tokens` tokens after this step.
 
-    num_cached_tokens: number of these tokens whose KV was found in the prefix index.
+    num_cached_tokens: number of these tokens whose KV was found in the prefix index;
+        None if that is unknown.
     kv_spans: the version that wrote the KV of each position. The scheduler appends to this object
         until the request is queued again.
     """
 
     request_id: int
     num_tokens: int
-    num_cached_tokens: int
+    num_cached_tokens: int | None
     kv_spans: VersionSpans
 
 

@@ -38,10 +38,10 @@ class ServeConfig:
     host: address to listen at. Keys are required unless it is a loopback address.
     port: port to listen at. 0 takes a free port.
     api_key: key that clients send as `Authorization: Bearer KEY` to generate. None requires no key.
-        Set the environment variable ROLLOUT_API_KEY instead of an argument, because other users can
+        For `rollout serve`, set the environment variable ROLLOUT_API_KEY, because other users can
         read command lines.
-    admin_key: key for the routes that pause, update and abort. It also opens all other routes. The
-        environment variable ROLLOUT_ADMIN_KEY sets it, too.
+    admin_key: key for the routes that pause, update and abort. It also opens all other routes. For
+        `rollout serve`, set the variable ROLLOUT_ADMIN_KEY.
     allowed_hosts: further host names of the server, such as a proxy's. A request is refused if its
         header Host or Origin names another site. If the server listens off loopback and the tuple
         is empty, every Host is accepted.
@@ -63,8 +63,8 @@ class ServeConfig:
     max_model_len: most tokens of prompt and output. None takes as many as the engines accept.
     checkpoint_roots: directories with the checkpoints that updates can load. Updates from
         checkpoints are refused if the tuple is empty.
-    weight_transfer_backend: torch.distributed backend of the trainers' process group in the vllm
-        protocol, whose requests do not name a backend. None stands for NCCL, which is refused.
+    weight_transfer_backend: torch.distributed backend of the trainers' process group, for requests
+        of the vllm protocol that name no backend. None refuses such requests.
 
     max_body_bytes: largest body of a request. Trainers send whole batches in one request.
     max_text_characters: longest text to tokenize, in characters.

@@ -224,8 +224,8 @@ def _active_adapter(model: Any, configs: Mapping[str, Any]) -> str:
     names = list(active() if callable(active) else active)
     if len(names) != 1:
         raise WeightUpdateError(
-            f"the model has {len(names)} active adapters ({', '.join(names)}); name one of "
-            f"{', '.join(configs)}"
+            f"{len(names)} active adapters ({', '.join(names)}); call model.set_adapter with one "
+            f"of {', '.join(configs)}"
         )
     return str(names[0])
 

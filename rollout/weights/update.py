@@ -308,9 +308,9 @@ def _check_names(source: Mapping[str, Tensor], table: WeightTable) -> None:
     if extra := table.unknown(source.keys()):
         raise WeightUpdateError(
             f"the update has {len(extra)} tensors that the model lacks ({_listing(extra)}); "
-            "send the parameters of the same architecture under their Hugging Face names. A buffer "
-            "that is the trainer's own: leave it out, pushing a mapping instead of the module. An "
-            "adapter: push LoraAdapter.from_peft(model)"
+            "send the parameters of the same architecture under their Hugging Face names. To leave "
+            "out a buffer of the trainer's own, push a mapping, not the module. For an adapter "
+            "push LoraAdapter.from_peft(model)"
         )
     if missing := table.missing(source.keys()):
         remedy = "send all parameters at once"

@@ -134,7 +134,7 @@ print("torch_memory_saver" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "device='cuda' is not available: torch sees no CUDA device",
+        "device='cuda': torch sees no CUDA device; use device='cpu'",
         "False",
     ], done.stderr
 

@@ -21,8 +21,8 @@ OPENAI_UNRUN_FILES: tuple[Rule, ...] = (
 OPENAI_CASES: tuple[Rule, ...] = (
     *differs(
         PAGE,
-        "Keys of `logit_bias` are ids of tokens, and fields of OpenAI's service that ask for more "
-        "than a model are refused.",
+        "Keys of `logit_bias` must be token ids. Fields of OpenAI's service that need more than a "
+        "model are refused.",
         f"{_RESOURCES}*completions.py::*::test_method_create_with_all_params_overload_*",
     ),
     *not_applicable(

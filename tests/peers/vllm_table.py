@@ -247,25 +247,25 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "Messages of errors have words of their own.",
+        "The texts of error messages differ.",
         f"{_CHAT}test_chat.py::test_long_seed",
         f"{_COMPLETION}test_prompt_validation.py::test_empty_prompt",
         f"{_COMPLETION}test_prompt_validation.py::test_out_of_vocab_token_ids",
     ),
     *differs(
         _PAGE,
-        "Replies have no times of their request, and headers no load of the server.",
+        "Replies do not have the times of their request, nor headers the server's load.",
         f"{_CHAT}test_chat_completion.py::test_per_request_metrics_*",
         f"{_SERVE}instrumentator/test_orca_metrics.py::*_with_orca_header*",
     ),
     *differs(
         _PAGE,
-        "A prompt comes as messages or ids, not from another server's prefill.",
+        "A request cannot use another server's prefill.",
         f"{_CHAT}test_chat_completion.py::test_kv_transfer_prompt_token_ids_*",
     ),
     *differs(
         _PAGE,
-        "Log-probs of chosen ids are not computed.",
+        "Log-probs of token ids that a request names are not computed.",
         f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids*",
         f"{_CHAT}test_logprob_token_ids.py::test_logprob_token_ids_stream_with_no_top_k",
         f"{_COMPLETION}test_completion.py::test_logprob_token_ids*",
@@ -273,7 +273,7 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "`/inference/v1/generate` answers with ids alone; `output_mode` is refused.",
+        "`/inference/v1/generate` returns only ids, and `output_mode` is refused.",
         f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_matches_chat_completions",
         f"{_SCALE_OUT}test_serving_tokens.py::test_text_mode_stream_matches_non_stream",
         f"{_SCALE_OUT}test_serving_tokens.py::*_requests_return_400[derender-stream]",
@@ -282,7 +282,7 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "A refused field that is empty asks for nothing.",
+        "A field that would be refused is accepted if it is empty.",
         f"{_CHAT}test_chat_completion.py::test_empty_grammar*",
     ),
     *differs(
@@ -292,20 +292,20 @@ VLLM_CASES: tuple[Rule, ...] = (
     ),
     *differs(
         _PAGE,
-        "`/weight_checker` answers without an action, and its checksums have 16 digits.",
+        "`/weight_checker` needs no `action`, and its checksums have 16 digits.",
         f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[payload0]",
         f"{_RL}test_weight_checker.py::*::test_invalid_request_returns_400[None]",
         f"{_RL}test_weight_checker.py::*::test_checksum_is_stable_*",
     ),
     *differs(
         _PAGE,
-        "`/version` is that of this project, and `/abort_requests` is always served.",
+        "`/version` returns this project's version, and `/abort_requests` is always served.",
         f"{_SCALE_OUT}test_serving_tokens.py::test_abort_requests_is_served_without_tokens_only",
         f"{_SERVE}instrumentator/test_basic.py::test_show_version",
     ),
     *differs(
         _PAGE,
-        "Of vLLM's metrics, `/metrics` has those that clients use to route requests.",
+        "`/metrics` has only those of vLLM's metrics that clients use to route requests.",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_counts*",
         f"{_SERVE}instrumentator/test_metrics.py::test_metrics_exist*",
     ),

@@ -52,6 +52,14 @@ def test_checkpoint_prompts_with_everything_so_far():
     assert record.current.remaining_prompt_length == 5
 
 
+def test_checkpoint_and_merge_keep_that_kv_versions_are_bounds():
+    record = record_of(generated_tokens=[1, 2], kv_versions_are_bounds=True)
+    record.checkpoint()
+    assert record.current.kv_versions_are_bounds
+    assert record.merge().kv_versions_are_bounds
+    assert not record_of(generated_tokens=[1]).merge().kv_versions_are_bounds
+
+
 def test_checkpoint_leaves_the_earlier_segment_alone():
     record = record_of(
         generated_tokens=[1, 2], sampling_params=SamplingParams(num_tokens_to_generate=9)

@@ -54,6 +54,7 @@ requests_strategy = st.builds(
     completed_at_version=st.none() | st.integers(0, 9),
     policy_clock=st.none() | st.integers(0, 9),
     kv_spans=spans,
+    kv_versions_are_bounds=st.booleans(),
     context_kv_version_min=st.lists(st.integers(0, 9), max_size=4),
     context_kv_version_mean=st.lists(st.floats(0, 9), max_size=4),
 )

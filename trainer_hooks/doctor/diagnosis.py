@@ -40,6 +40,7 @@ from trainer_hooks.doctor.hypotheses import (
 from trainer_hooks.doctor.reference import Reference, reference_of
 from trainer_hooks.doctor.tokens import (
     ExaminedTokens,
+    Turns,
     choose_rows,
     examined_tokens,
     turns_of_rows,
@@ -78,6 +79,7 @@ class Diagnosis:
     `unexplained_rms`: gap between the behaviour log-probs and the log-probs of the weights and KV
     versions stamped on each token, over known tokens.
     Each table has one dictionary per row.
+    `notes`: what limits the diagnosis.
     """
 
     verdict: Verdict
@@ -92,6 +94,7 @@ class Diagnosis:
     lag_table: Sequence[Mapping[str, Any]]
     place_table: Sequence[Mapping[str, Any]]
     token_table: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole diagnosis as a dictionary for json.dumps."""
@@ -163,7 +166,26 @@ def diagnose(
         for cause in alignment.dropout_noise(model, engine):
             name, evidence = cause.name, cause.evidence
             findings += [Finding(name=name, side="trainer", evidence=evidence, remedy=cause.remedy)]
-    return diagnosis_of(engine, findings, explanations)
+    return replace(diagnosis_of(engine, findings, explanations), notes=notes_on(turns))
+
+
+def notes_on(turns: Sequence[Turns] | None) -> list[str]:
+    """Return a note if the versions of any request's KV are bounds. `turns`: each row's requests;
+    None if they are unknown."""
+    bounded = [turn for row in turns or () for turn in row if turn.kv_versions_are_bounds]
+    if not bounded:
+        return []
+    oldest = max(
+        policy - kv
+        for turn in bounded
+        for policy, kv in zip(
+            turn.policy_versions.tolist(), turn.context_kv_version_min, strict=True
+        )
+    )
+    return [
+        f"KV versions are bounds: KV is at most {oldest} versions old ({len(bounded)} requests). "
+        "Shares of kv_lag hold only for tokens whose KV has the version of their policy"
+    ]
 
 
 def engine_case(

@@ -42,6 +42,7 @@ def report(diagnosis: Diagnosis) -> RenderableType:
         parts.append(Text(f"{finding.name}", style="bold").append(f" ({finding.side}){share}"))
         parts.append(Text(f"  {finding.evidence}"))
         parts.append(Text(f"  remedy: {finding.remedy}", style="green"))
+    parts += [Text(f"  note: {note}") for note in diagnosis.notes]
     if diagnosis.verdict == "inconclusive":
         parts.append(Text("  no token's own weights are known; pass older weights (older_models)"))
     if diagnosis.attributions:

@@ -102,9 +102,9 @@ class ChatSession:
         self._has_failed_turn = False
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to the request `body`: a chat.completion with token ids and log-probs.
-        The body's `max_tokens`, `stop` and `stop_token_ids` apply in addition to the producer's.
-        All other sampling settings are the producer's. Raises ContextTooLongError, TurnFailedError,
+        """Return the reply to `body`: a chat.completion with token ids and log-probs. The body's
+        `stop` and `stop_token_ids` add to the producer's. The lower `max_tokens` applies. All other
+        sampling settings are the producer's. Raises ContextTooLongError, TurnFailedError,
         ConfigError for unsupported settings, and errors of generation."""
         try:
             # The openai package sends the keys of extra_body at the top level.
@@ -122,8 +122,8 @@ class ChatSession:
             raise
 
     def rollout(self, **fields: Any) -> Rollout:
-        """Return all turns as a Rollout with further `fields`, such as `reward`. It is a failed
-        Rollout if there is no turn or if a turn's request failed."""
+        """Return all turns as a Rollout with further `fields`, such as `reward`. The Rollout is
+        failed if it has no turn or a call raised TurnFailedError."""
         requests: list[DynamicInferenceRequest] = []
         starts: list[int] = []
         for opened in self._open:

@@ -15,7 +15,7 @@ deleted. Files of a run:
 
 - config.yaml (all settings), starts.jsonl (commands and versions), metrics.jsonl (a row per step)
 - batches.jsonl (prompts of each step as [epoch, index], and how often each was sampled again)
-- completions.jsonl (samples), answers.jsonl (held-out answers before and after training)
+- completions.jsonl (samples), answers.jsonl (held-out answers of each evaluation)
 - checkpoints/, report.html, summary.json, weights_version (the highest version that was used)
 - reference/ (the reference policy of a KL term), base/ (the weights from which engines start)
 - skipped/ (batches of steps with non-finite gradients)
@@ -430,7 +430,7 @@ class Run:
                     yield threaded
 
     def producer(self, llm: ThreadedLLM | AsyncLLM, state: TrainerState) -> AsyncRolloutProducer:
-        """Return the producer of training batches, whose prompts continue as `state` says."""
+        """Return the producer of training batches, which resumes the prompts of `state`."""
         algorithm, tokenizer = self.settings.algorithm, self.task.tokenizer
         producer = AsyncRolloutProducer(
             llm,
@@ -510,7 +510,7 @@ class Training:
     def with_warnings(
         self, step: int, batch: TrainingBatch, row: dict[str, float]
     ) -> dict[str, Any]:
-        """Return the step's row, with warnings if the step taught nothing."""
+        """Return the step's row with its `step_warnings`, if any."""
         settings, tokenizer = self.run.settings, as_tokenizer(self.run.task.tokenizer)
         success_reward = settings.trainer.evaluation.success_reward
         found = step_warnings(step, row, batch, settings.algorithm, tokenizer, success_reward)

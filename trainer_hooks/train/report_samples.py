@@ -1,6 +1,6 @@
 """The samples of a report, in which each token is coloured by the age of its weights.
 
-Used by `trainer_hooks.train.report`. `trainer_hooks.train.report_charts` uses Lengths. It reads
+Used by `trainer_hooks.train.report`. `trainer_hooks.train.report_charts` uses Lengths. Reads
 completions.jsonl.
 """
 
@@ -155,8 +155,8 @@ def _prompt(prompt: str) -> str:
 
 
 def _spans(sample: Sample) -> str:
-    """Return the completion's HTML: a span per run of one version, labelled if there are several
-    versions."""
+    """Return the completion's HTML: a <span> per span, with its version unless all have the
+    same."""
     train_version, spans = sample["train_version"], sample["spans"]
     names_versions = len({version for version, _ in spans}) > 1
     limit = max(_MAX_CHARACTERS // max(len(spans), 1), 200)

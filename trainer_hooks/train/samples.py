@@ -1,8 +1,8 @@
-"""Samples of what the policy wrote, with rewards, advantages and versions, and their texts.
+"""Logs a batch's samples (text, reward, advantage, versions), and formats them for display.
 
 `trainer_hooks.train.main` uses SampleLog, which writes completions.jsonl and sends some samples to
-the dashboard and to W&B. `trainer_hooks.train` (dashboard, report, report_samples, no_signal) shows
-samples by the other functions.
+the dashboard and to W&B. `trainer_hooks.train` (dashboard, report, report_samples, no_signal) uses
+the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShowsSamples(Protocol):
 
 class SampleLog:
     """Writes samples of every step to completions.jsonl. Use it as a context manager. After step 1
-    and every `sample_interval` steps it also sends some samples to `view`, and as a table to W&B by
+    and every `sample_interval` steps it also sends some samples to `view` and, as a table, to
     `logger`. An error of the view is logged once. `tokenizer` is a transformers tokenizer."""
 
     def __init__(
@@ -106,8 +106,8 @@ def sample_of(
     """Return rollout `index` of the batch as a row of completions.jsonl. `advantages_B` has the
     advantage of each row of the batch. The result's `spans` are [version, text] of the tokens after
     the prompt. The version is None for tokens that were not sampled, such as tool output. Further
-    token sequences of the rollout follow, each with its own prompt. Lags are versions by which the
-    sampling weights are behind the trained weights."""
+    token sequences of the rollout follow, each with its own prompt. Lags count the versions between
+    the sampling and the trained weights."""
     rollouts = batch.rollouts
     group, sample = divmod(index, batch.group_size)
     scored = batch.groups[group]
@@ -143,7 +143,7 @@ def sample_of(
 def _texts(
     rollouts: RolloutBatch, row: int, start: int, tokenizer: Any
 ) -> tuple[str, list[list[Any]]]:
-    """Return the text before `start`, and [version, text] of each run of one version after it."""
+    """Return the text before `start`, and [version, text] of each later run of equal versions."""
     end = int(rollouts.lengths_B[row])
     tokens_T = rollouts.tokens_BT[row, :end].tolist()
     versions_T = (rollouts.train_version - rollouts.policy_lag_BT[row, :end]).tolist()

@@ -125,8 +125,8 @@ class TritonPagedAttention:
         if spec.value_dim is not None or spec.head_dim > MAX_HEAD_DIM:
             raise ConfigError(
                 f"the GPU's attention has no kernel for head_dim={spec.head_dim}, value_dim="
-                f"{spec.value_dim}: it needs a separate V and at most {MAX_HEAD_DIM} dims; use "
-                "device='cpu' for latent attention and wider heads"
+                f"{spec.value_dim}: head_dim is at most {MAX_HEAD_DIM}, and value_dim (of latent "
+                "attention) is None; use device='cpu'"
             )
         return (num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_dim)
 

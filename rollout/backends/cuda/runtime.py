@@ -29,7 +29,9 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device={str(device)!r} is not available: torch sees no CUDA device")
+            raise ConfigError(
+                f"device={str(device)!r}: torch sees no CUDA device; use device='cpu'"
+            )
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)

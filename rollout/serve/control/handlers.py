@@ -32,8 +32,8 @@ class VersionBody(Fields, kw_only=True):
 
 
 class FinishBody(Fields, kw_only=True):
-    """Body of a request that ends an update. weight_version is the new version's label, by default
-    the version's number."""
+    """Body that ends an update. weight_version is the version's label, by default the tensors'
+    label, else its number."""
 
     weight_version: str | None = None
 
@@ -43,7 +43,7 @@ class InfoQuery(Fields, kw_only=True):
 
 
 def info_routes() -> list[Route]:
-    """Return the routes that vLLM and SGLang both have."""
+    """Return /server_info, which both protocols have."""
     return [get_route("/server_info", server_info, "Server config", query=InfoQuery)]
 
 

@@ -1,7 +1,7 @@
 """Snapshots of a fleet for display: the state, counts and rates of each engine.
 
-`rollout.serve.server` makes a FleetFeed, from which `rollout.serve.page.routes` reads snapshots.
-`rollout.cli.top` makes snapshots by a FleetView. Nothing here changes an engine.
+`rollout.serve.server` makes a FleetFeed, which `rollout.serve.page.routes` reads.
+`rollout.cli.top` makes a coordinator's snapshots by FleetView. Nothing here changes an engine.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FleetFeed:
     """Reads the engines' counters once a second for all watchers, while there are any. A slow
     watcher misses snapshots.
 
-    num_watchers: number of running `snapshots` iterations, one for each open page or `rollout top`.
+    num_watchers: number of running `snapshots` iterations, one for each client of GET /events.
     """
 
     def __init__(self, llm: ServedLLM) -> None:

@@ -161,7 +161,7 @@ def fetch_directory(source: WeightsSource) -> dict[str, Tensor]:
         for name in names:
             tensors |= map_tensors(directory / name)
         if not (directory / INDEX_FILE).is_file():
-            raise ModelError("they were released while they were opened")
+            raise ModelError("the trainer released them meanwhile")
         return tensors
     except (ModelError, OSError) as error:
         raise WeightUpdateError(

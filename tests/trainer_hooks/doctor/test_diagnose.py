@@ -41,6 +41,16 @@ def test_diagnose_finds_nothing_in_a_sound_run(run: str) -> None:
     check_sound(run, seed=1)
 
 
+def test_diagnose_notes_that_kv_versions_are_bounds() -> None:
+    """Only requests over a vLLM server have bounds. Here an update in flight left older KV."""
+    given_arguments = SOUND_RUNS["update in flight"](1)
+    assert diagnose(**given_arguments).notes == []
+    for request in given_arguments["sources"]:
+        request.kv_versions_are_bounds = True
+    (note,) = diagnose(**given_arguments).notes
+    assert note.startswith("KV versions are bounds: KV is at most 1 versions old")
+
+
 @settings(max_examples=NUM_EXAMPLES, deadline=None)
 @given(mismatch=st.sampled_from(sorted(MISMATCHES)), seed=st.integers(0, 10_000))
 def test_diagnose_names_mismatches_for_many_models(mismatch: str, seed: int) -> None:
