@@ -40,7 +40,7 @@ NEEDS = re.compile(r"# needs (.+)$", flags=re.MULTILINE)
 OUR_PACKAGES = ("rollout", "trainer_hooks", "rollout_verl")
 # First words of commands that are not rollout's own.
 PROGRAMS = {"AREAL_LLM_SERVER_ADDRS", "accelerate", "cd", "curl", "echo", "export", "git", "make"}
-PROGRAMS |= {"pip", "python", "python3", "sbatch", "scp", "sh", "source", "torchrun"}
+PROGRAMS |= {"pip", "python", "python3", "sbatch", "scp", "sh", "source", "torchrun", "vllm"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
