@@ -316,7 +316,7 @@ def test_pg_collection_refuses_a_model_that_ranks_cannot_divide(
 def test_pg_collection_needs_an_llm_on_every_rank() -> None:
     of_two = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     model = build_model(deepcopy(model_of(0)))
-    with pytest.raises(ConfigError, match="needs an LLM, whose methods all ranks call"):
+    with pytest.raises(ConfigError, match="needs an LLM, whose methods all 2 ranks call"):
         DynamicInferenceEngine.from_model(model, InferenceConfig(pg_collection=of_two))
     with pytest.raises(ConfigError, match="pg_collection needs LLM without a coordinator"):
         AsyncLLM(model, pg_collection=of_two)

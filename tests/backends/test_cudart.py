@@ -71,7 +71,7 @@ class Refusing(FakeRuntime):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
 def test_a_machine_without_cuda_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"device='cuda:1' is not available.*no CUDA device"):
+    with pytest.raises(ConfigError, match="device='cuda:1': torch sees no CUDA device"):
         CudaRuntime(torch.device("cuda:1"))
 
 

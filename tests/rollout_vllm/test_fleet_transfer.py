@@ -17,10 +17,11 @@ from rollout import AsyncLLM, SamplingParams, WeightUpdateError
 from tests.apis.leftovers import fleet_pids
 from tests.contracts.vllm_engines import HAS_VLLM, directory_of, vllm_model, vllm_weights
 from tests.rollout_vllm.replay import Replay
-from tests.rollout_vllm.test_fleet import CONFIG
 
 if not HAS_VLLM:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
+
+from tests.rollout_vllm.test_fleet import CONFIG  # skips without vLLM
 
 TRANSPORT = "vllm:gloo"
 PARAMS = SamplingParams(num_tokens_to_generate=60, return_log_probs=True, termination_id=-1)
