@@ -51,14 +51,14 @@ def train_all(jobs: Any) -> list[Any]:
     return reports
 
 
-def train_as_rank_1(port: int, pipe: Any, jobs: Any) -> None:
-    """Train as rank 1. Sends the error that ended it, if any, through `pipe`."""
-    os.environ |= place_of(1, port)
+def train_as_rank(rank: int, port: int, pipe: Any, jobs: Any) -> None:
+    """Train as one of two ranks. Sends (traceback or None, metrics of each job) through `pipe`."""
+    os.environ |= place_of(rank, port)
     torch.set_num_threads(1)
     try:
-        train_all(jobs)
+        pipe.send((None, train_all(jobs)))
     except BaseException:
-        pipe.send(traceback.format_exc())
+        pipe.send((traceback.format_exc(), None))
 
 
 def begin(folder: Path, settings: JobSettings) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,9 @@ from tests.trainer_hooks.fakes import FakeLLM
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
 from tests.trainer_hooks.train.sharded_ranks import (
     begin,
-    place_of,
     train,
-    train_all,
-    train_as_rank_1,
+    train_as_rank,
 )
-from tests.trainer_hooks.weight_sync.trainers import received
 from trainer_hooks import WeightSync
 from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.learner import Learner
@@ -62,9 +60,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 ROUNDING = {"checkpointed layers, moments in bfloat16": 0.05}
 
 
-def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(tmp_path: Path) -> None:
     """Both train steps 1 and 2; then each trains step 3 from the other's checkpoint."""
     alone, sharded, swapped = {}, [], []
     for name, changes in CASES.items():
@@ -76,7 +72,7 @@ def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
         alone[name] = train(folders["alone"], settings, 2)
         shutil.copytree(folders["alone"], tmp_path / name / "to ranks")
         swapped.append((tmp_path / name / "to ranks", changes, 3))
-    reports = reports_of_ranks([*sharded, *swapped], monkeypatch)
+    reports = reports_of_ranks([*sharded, *swapped])
     for number, (name, changes) in enumerate(CASES.items()):
         for ours, theirs in zip(alone[name], reports[number], strict=True):
             assert theirs == pytest.approx(ours, rel=2e-4, abs=2e-5), name
@@ -86,25 +82,29 @@ def test_fsdp2_steps_and_checkpoints_equal_those_of_one_process(
         assert_same_checkpoint(tmp_path / name, "to ranks", "ranks", 3, rounding)
 
 
-def reports_of_ranks(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the metrics of each job from rank 0, which is this process."""
+def reports_of_ranks(jobs: Any) -> list[Any]:
+    """Return the metrics of each job from rank 0. An error of one rank ends the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    mine, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=train_as_rank_1, args=(port, theirs, jobs))
-    process.start()
-    theirs.close()
-    for name, value in place_of(0, port).items():
-        monkeypatch.setenv(name, value)
+    processes, pipes = [], []
+    for rank in range(2):
+        mine, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=train_as_rank, args=(rank, port, theirs, jobs))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(mine)
     try:
-        reports = train_all(jobs)
+        reports = {}
+        while len(reports) < len(pipes):
+            for pipe in wait([pipe for pipe in pipes if pipe not in reports]):
+                error, reports[pipe] = pipe.recv()
+                assert error is None, error
+        return reports[pipes[0]]
     finally:
-        process.join(30)
-        process.kill()
-        process.join()
-        errors = [*received(mine)]
-        assert not errors, errors[0]
-    return reports
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def assert_same_checkpoint(folder: Path, one: str, other: str, step: int, rounding: float) -> None:
