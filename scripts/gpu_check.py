@@ -91,13 +91,14 @@ def again_parts(packages: Path, tests: Path) -> list[Part]:
 
 
 def vllm_parts(packages: Path) -> list[Part]:
-    """Return the parts that test the engine over vLLM: contract suite and random schedules."""
-    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm")
+    """Return the parts that test the engine over vLLM on one GPU: contract suite and random
+    schedules."""
+    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm/test_random_schedules.py")
     tests = pytest_part("vllm", suites, "not slow", limit_s=190.0)
     return [
         facts_part(),
         install_part(packages),
-        replace(tests, command=[*tests.command, "-k", "vllm"]),
+        replace(tests, command=[*tests.command, "-k", "vllm and not ranks"]),
     ]
 
 
@@ -228,7 +229,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, clock: Clock | None = None) -> int:
-    """Run the parts of the first or second call. Returns the exit status. Tests set `clock`."""
+    """Run the parts of a call. Returns the exit status. Tests set `clock`."""
     arguments = parse_arguments(argv)
     if not list(BUNDLE.glob("*.whl")):
         return refuse(f"{BUNDLE} has no wheels: `make gpu-bundle` fetches them, with a network")
