@@ -60,8 +60,8 @@ class PrefixCachingCoordinatorPolicy(str, Enum):
     - LONGEST_PREFIX chooses the engine that earlier got the longest prefix of the prompt.
     - FIRST_PREFIX_BLOCK chooses the engine that earlier got the first block of the prompt.
     - ROUND_ROBIN chooses each engine in turn.
-    - LOAD_BALANCED chooses the engine of LONGEST_PREFIX, or the engine with the least load if that
-      engine's load is too high.
+    - LOAD_BALANCED chooses the engine of LONGEST_PREFIX if that engine's load is not too high, else
+      the engine with the least load.
     """
 
     LONGEST_PREFIX = "longest_prefix"

@@ -129,9 +129,9 @@ class StreamedText:
 
 
 class TextOffsets:
-    """Computes where each generated token begins in the generated text, in characters. A character
-    that several tokens form begins where the first of these tokens begins. `start` is the offset of
-    the first token. Without a tokenizer every token has the offset `start`."""
+    """Computes where each generated token begins in the generated text, in characters. Tokens that
+    form one character together all have the offset of that character. `start` is the offset of the
+    first token. Without a tokenizer every token has the offset `start`."""
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: PromptIds = (), start: int = 0) -> None:
         self._detokenizer = None if tokenizer is None else _detokenizer_after(tokenizer, prompt)

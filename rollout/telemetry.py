@@ -90,7 +90,7 @@ class StepStats(SchedulerCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUse:
-    """Resources of one rank of an engine: bytes in use now, and seconds since its start.
+    """Resources of one rank of an engine: bytes in use now, and seconds spent since its start.
 
     engine: number of the engine in the fleet.
     kv_bytes, weights_bytes: reserved bytes; 0 while released.

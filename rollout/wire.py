@@ -83,7 +83,7 @@ class Column:
 
 def _packed_as(dtype: str, *, is_signed: bool = True) -> Any:
     """Return the type annotation of a column."""
-    # msgspec then refuses any received value but bytes. For an unknown type it accepts any value.
+    # As bytes: msgspec refuses any other received value, but of an unknown type it accepts any.
     return Annotated[bytes, Meta(extra={"column": Column(np.dtype(dtype), is_signed)})]
 
 

@@ -321,8 +321,8 @@ class AsyncLLM(AsyncGeneration, AsyncControlCalls):
 
         If not `blocking`, returns when the server listens at `serving.address`. If the coordinator
         is lost, the server ends with CoordinatorLostError. This error is raised if `blocking`, and
-        otherwise kept in `serving.lost`. Raises ConfigError, and EngineStateError if a server runs
-        already.
+        otherwise kept in `serving.lost`. Raises ConfigError if the extra `serve` is missing or the
+        address cannot be used, and EngineStateError if a server runs already.
         """
         await self.start()
         await self.serving.start(config or ServeConfig(), blocking=blocking)

@@ -285,8 +285,9 @@ class LLM(ControlCalls):
         If not `blocking`, returns when the server listens at `serving_address`. Signals end the
         server only if `blocking`, and only in the main thread. An engine in this process then works
         in a thread of its own and accepts requests over HTTP only. Control methods can still be
-        called. Raises ConfigError. Raises EngineStateError if a server runs already, or if an
-        engine in this process is not RUNNING or has unfinished requests.
+        called. Raises ConfigError if the extra `serve` is missing or the address cannot be used.
+        Raises EngineStateError if a server runs already, or if an engine in this process is not
+        RUNNING or has unfinished requests.
         """
         require_one_process(self._ranks, "llm.serve")
         config = config or ServeConfig()

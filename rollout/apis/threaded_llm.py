@@ -211,7 +211,7 @@ class ThreadedLLM(AsyncGeneration, AsyncControlCalls):
         return {0: await self.do(ChecksumWeights(start=start))}
 
     async def fleet_stats(self) -> FleetStats:
-        """Return the engine's counters as those of a fleet with one engine, which has rank 0."""
+        """Return the engine's counters in the form of a fleet with one engine, which has rank 0."""
         stats = await self.stats()
         return FleetStats(state=stats.state.name, together=stats, engines={0: stats})
 

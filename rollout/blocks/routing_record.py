@@ -69,7 +69,7 @@ class RoutingRecord:
         """Return the rows [P, L, K] of a request's first `num_positions` positions. The request
         holds `blocks`, and the KV of these positions is committed."""
         ids = np.array(blocks[: -(-num_positions // self.block_size)], dtype=np.int64)
-        # A block that a step in flight copies has its rows in the source block until the commit.
+        # A block that a step in flight fills by a copy has its rows in the source until the commit.
         for sources, targets in reversed(self._copies):
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 ids[ids == target] = source

@@ -60,7 +60,7 @@ class ResumeReport:
     mode: the KV mode of the suspend.
     bytes_restored: device memory that was copied back or made usable again.
     restored_by_owner: `bytes_restored` for each resource.
-    graphs_recaptured: number of captured steps that were dropped. Later steps are captured again.
+    graphs_recaptured: number of captured graphs that were dropped. Later steps capture them again.
     num_requests_recomputed: requests that later steps prefill again.
     """
 

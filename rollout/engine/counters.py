@@ -120,8 +120,8 @@ class _OtherTotals:
 
 class StepTimes:
     """Duration of the longest step of each size, which bounds the duration of later steps. Step
-    sizes are rounded down to powers of two. The bound assumes that a step with twice the tokens
-    takes at most twice as long."""
+    sizes are rounded down to powers of two. The bound assumes that twice the tokens take at most
+    twice as long, because work per step, such as reading the weights, does not grow."""
 
     def __init__(self) -> None:
         self._slowest_s: dict[int, float] = {}  # by the largest power of two <= tokens of the step

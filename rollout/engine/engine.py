@@ -138,9 +138,9 @@ class Engine(ControlledEngine):
         id.
 
         The tokens so far are prefilled again. They keep their log-probs and policy versions. The
-        next tokens are those that the other engine would have sampled. The record belongs to this
-        engine afterwards. Raises InvalidRequestError for a record that has ended or does not fit,
-        and for an id in use.
+        next tokens are the ones that the other engine would have sampled. The record belongs to
+        this engine afterwards. Raises InvalidRequestError for a record that has ended or does not
+        fit, and for an id in use.
         """
         self._require_not_stopped()
         processed = self._inputs.process_record(record, in_use=self._outputs)

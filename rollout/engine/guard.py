@@ -38,8 +38,8 @@ class CallGuard:
         # another thread may raise an exception in this one at any point.
         self._stopped: tuple[str, str] | None = None
         self._harmless: BaseException | None = None
-        # While it exits, other threads are blocked: a daemon thread that computes during the
-        # interpreter's teardown would abort the process.
+        # The thread in which the process exits. Others are then blocked: a daemon thread that
+        # computes during the interpreter's teardown would abort the process.
         self._ends_process: threading.Thread | None = None
         atexit.register(_block_if_alive, weakref.ref(self))
 

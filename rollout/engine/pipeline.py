@@ -35,7 +35,7 @@ _TOKENS_TO_CLEAR = 2
 
 @dataclass(slots=True)
 class _Suspect:
-    """A request of a failed step, and the number of tokens it must still sample to be cleared."""
+    """Number of a request's failed steps, and of the tokens that clear it once it samples them."""
 
     num_failures: int = 0
     num_tokens_left: int = _TOKENS_TO_CLEAR

@@ -83,7 +83,7 @@ def _text(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
-    # One config.json has 10000 or a list where another one has 10000.0 or a tuple.
+    # A config.json may have 10000 for 10000.0, or a list for a default's tuple.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, tuple | list):

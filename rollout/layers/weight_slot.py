@@ -245,7 +245,7 @@ class RepackedSlot:
 
 
 class CutSlot:
-    """The slot of a weight of which this rank keeps a part. `kept` is the slot of this part."""
+    """The slot of a weight that this rank keeps only in part. `kept` is the slot of this part."""
 
     __slots__ = ("_kept", "cut")
 

@@ -117,11 +117,11 @@ class Family:
     `values` gives fields of ModelSpec, each a constant or a Key of the config. `defaults` has the
     values that transformers uses for absent keys. `windows`, `ropes` and `moe_layers` are rules of
     `rollout.models.layer_rules`, and `keys` has further keys that these rules read. `fixed` maps a
-    key to the only values that are supported. `ignored` has keys without effect on inference.
-    `rope_kinds` has the RoPE types that transformers supports for the family. `fused` has the
-    projections that checkpoints store as one matrix: "qkv_proj", "gate_up_proj". `mixture` is the
-    kind of the experts that replace the MLP in some layers. `saved_paths` maps substrings of live
-    modules' weight names to substrings in saved directories. `activations` maps values of the
+    key to its only supported values, which change nothing. `ignored` has keys without effect on
+    inference. `rope_kinds` has the RoPE types that transformers supports for the family. `fused`
+    has the projections that checkpoints store as one matrix: "qkv_proj", "gate_up_proj". `mixture`
+    is the kind of the experts that replace the MLP in some layers. `saved_paths` maps substrings of
+    live modules' weight names to substrings in saved directories. `activations` maps values of the
     config key `activation_key` to ModelSpec's names.
     """
 

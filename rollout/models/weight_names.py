@@ -1,7 +1,7 @@
 """Makes the WeightTable of a model: its weights' slots by all names of the weights.
 
-The names are those in saved directories and in live modules (transformers models in memory). Used
-by `rollout.models.causal_lm`.
+A weight has a name in saved directories, and one in live modules (transformers models in memory).
+Used by `rollout.models.causal_lm`.
 """
 
 from __future__ import annotations

@@ -185,8 +185,7 @@ class TokenRun(WithColumns, frozen=True, kw_only=True):
         return fields
 
     def policy_spans(self, num_prompt_tokens: int) -> VersionSpans:
-        """Return the policy versions of a prompt of this length, followed by those of the
-        tokens."""
+        """Return the policy versions of a prompt of this length and, after it, of the tokens."""
         spans = VersionSpans([(num_prompt_tokens, self.entry_version)])
         for version in self.policy_versions.tolist():
             spans.append(1, version)

@@ -28,7 +28,7 @@ from rollout.step.plan import EMPTY, IntArray, NewRow, StepPlan
 class PlannedStep:
     """One step: its sequences, the work for each of them, and its StepPlan.
 
-    The scheduler adds rows: first those that decode, then prefills and forks. The step's tokens
+    The scheduler adds rows: first rows that decode, then prefills and forks. The step's tokens
     have the order of the rows. Adding a row raises the counts of its sequence. `output` returns the
     rows as a StepPlan, and `update_from_output` writes the step's result into the sequences.
     """

@@ -37,7 +37,7 @@ class Sequence:
 
     order: (-priority, arrival). The smallest order runs first, and the largest is preempted first.
     num_prompt: length of the original prompt, before any checkpoint.
-    num_prompt_blocks: number of blocks that the original prompt fills.
+    num_prompt_blocks: number of blocks for the original prompt.
     max_blocks: number of blocks for all tokens that may be computed.
     assumed_blocks: `max_blocks`, or fewer if the request sets no length limit.
     length_draw: determines the expected output length; see `rollout.scheduling.forecast`.

@@ -37,7 +37,7 @@ class StopRule:
     """The conditions that end a request.
 
     end_ids: token ids that end the request.
-    stop_token_ids: those of the `end_ids` that the request itself names.
+    stop_token_ids: the `end_ids` that the request itself names.
     stop_words: words that end the request when the newest tokens are the word's `ids`.
     max_length: maximum number of tokens in prompt and output together.
     stop_strings: finds stop words in the generated text; None if there are no stop words or no

@@ -53,7 +53,7 @@ class StepPlan:
     """One forward pass.
 
     The step has R compute rows, S sample rows, C changes of block tables, K block copies and P
-    scored tokens. Its tokens are those of the compute rows, concatenated in order. Decode rows come
+    scored tokens. Its tokens are the compute rows' tokens, concatenated in order. Decode rows come
     first, with one token each. Their token ids are not in the plan, because the last sampled tokens
     are already on the device.
 

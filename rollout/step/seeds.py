@@ -88,8 +88,8 @@ class UniformsAhead:
         self._num_left = 0
 
     def at(self, positions: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Return the numbers at `positions`, [S]. Each position must be one above that of the
-        previous call."""
+        """Return the numbers at `positions`, [S]. Each position must be one above the
+        previous call's position."""
         if not self._num_left:
             self._start = positions
             self._drawn = uniforms(self._seeds, positions[:, None] + np.arange(self._num_ahead))

@@ -130,7 +130,7 @@ class PartHasher:
         return total
 
     def of_whole(self, tensor: Tensor, dtype: torch.dtype, *, index: int) -> Tensor:
-        """Hash a tensor of which every rank has a copy. Returns int64 [2]. Only the rank `index`
+        """Hash a tensor that every rank has whole. Returns int64 [2]. Only the rank `index`
         modulo the number of ranks hashes the tensor. The other ranks return zeros."""
         if index % self._shard.size == self._shard.rank:
             return self._ops.fingerprint(tensor, dtype)

@@ -237,7 +237,7 @@ class StagingArena:
         """Release the arena if anything is raised inside the context."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # its traceback can outlive the update
             self.release()
             raise
 

@@ -175,8 +175,8 @@ class ServedWeights:
     # ---- versions and updates
 
     def set_version(self, version: int) -> None:
-        """Change the version of the served weights to `version`. Raises WeightUpdateError unless
-        `version` grows, and EngineStateError while the values are missing."""
+        """Change the version of the served weights. Raises WeightUpdateError unless `version` is
+        above the current version, and EngineStateError while the values are missing."""
         self.require_values("set the generation epoch")
         self.version = next_version(self.version, version)
 

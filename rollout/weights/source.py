@@ -54,15 +54,19 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
     """Message that says where and how to fetch the weights of a push, without the weights
     themselves.
 
-    `kind` is the name of the transport, and `address` has the form of that transport. `manifest` is
-    the place of each tensor, packed by `pack_manifest`; empty if the transport stores the places
-    with the tensors. `checksum` is `weights_checksum()` of an engine that serves the weights; ""
-    until the coordinator sets it. `tensors_checksum` is the checksum of the tensors at the source,
-    before any cast; "" if the checksum comes with the tensors. `lora` has the settings of the
-    adapter if the tensors are an adapter's A and B; None for weights. `is_kept` says whether the
-    weights can be fetched after the push. `num_members` is the number of engines in the push, set
-    by the coordinator. `builds_on` is the checksum of the tensors that a delta changes; "" for the
-    first link of a chain of deltas, None outside of a chain.
+    kind: name of the transport.
+    address: where to fetch, in the form of that transport.
+    manifest: the place of each tensor, packed by `pack_manifest`; empty if the transport stores the
+        places with the tensors.
+    checksum: `weights_checksum()` of an engine that serves the weights; "" until the coordinator
+        sets it.
+    tensors_checksum: checksum of the tensors at the source, before any cast; "" if it comes with
+        the tensors.
+    lora: settings of the adapter if the tensors are its A and B; None for weights.
+    is_kept: whether the weights can be fetched after the push.
+    num_members: number of engines in the push, set by the coordinator.
+    builds_on: checksum of the tensors that a delta changes; "" for the first link of a chain of
+        deltas, None outside of a chain.
     """
 
     kind: Name
@@ -77,7 +81,7 @@ class WeightsSource(WireData, frozen=True, kw_only=True):
 
     @property
     def stands_alone(self) -> bool:
-        """Whether engines need no earlier source, as for full weights and a chain's first delta."""
+        """Whether engines need no earlier source, as for full weights and a chain's first link."""
         return self.lora is None and not self.builds_on
 
     def entries(self) -> Mapping[str, TensorEntry]:

@@ -45,18 +45,20 @@ class Replacement(Protocol):
 class StagedWeights:
     """A staged update. ServedWeights can commit it until `is_spent`, and changes its fields.
 
-    `replacement` writes the new values of weights that are not repacked. `packed` has the result of
-    `Linear.stage` for each layer; [] if `fills_missing`. `num_writes` is the number of the
-    committed update that was served when staging began. `num_bytes` is the size of the weights that
-    the commit writes. `bases` has the adapted weights without their adapter, by name.
-    `follows_served` says whether the update is an adapter on the weights served at staging.
-    `fills_missing` says whether the weights' values were missing at staging. `share` is this rank's
-    part of the fingerprints. `checksum` is the checksum of all weights; "" until `verify` under
-    tensor parallelism. `is_spent` says whether the update was committed and not rolled back.
-    `replaced` is the state before the commit; None unless committed. `elsewhere` is a handle of the
-    other ranks' staged parts, set by the TensorParallelExecutor. The other ranks drop their parts
-    when the handle is freed. `started_at` is the start of staging by time.perf_counter(), and
-    `seconds` its duration.
+    replacement: writes the new values of weights that are not repacked.
+    packed: the result of `Linear.stage` for each layer; [] if `fills_missing`.
+    num_writes: number of the committed update that was served when staging began.
+    num_bytes: size of the weights that the commit writes.
+    bases: the adapted weights without their adapter, by name.
+    follows_served: whether the update is an adapter on the weights served at staging.
+    fills_missing: whether the weights' values were missing at staging.
+    share: this rank's part of the fingerprints.
+    checksum: checksum of all weights; "" until `verify` under tensor parallelism.
+    is_spent: whether the update was committed and not rolled back.
+    replaced: the state before the commit; None unless committed.
+    elsewhere: handle of the other ranks' staged parts, set by the TensorParallelExecutor. The other
+        ranks drop their parts when it is freed.
+    started_at, seconds: start of staging by time.perf_counter(), and its duration.
     """
 
     replacement: Replacement

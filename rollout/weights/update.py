@@ -243,7 +243,7 @@ def _require_name(name: object) -> None:
 
 class _Pairs(Iterator[tuple[str, Tensor]]):
     """An iterator over checked (name, tensor) pairs. It keeps no reference to a returned tensor.
-    Raises WeightUpdateError for any other item. If reading fails, the error has the last name
+    Raises WeightUpdateError for any other item. If reading fails, the error names the last tensor
     read."""
 
     def __init__(self, pairs: Iterable[tuple[str, Tensor]]) -> None:

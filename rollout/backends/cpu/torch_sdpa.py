@@ -208,8 +208,7 @@ def _explicit(
 
 def _group(q_QHD: Tensor, k_CGD: Tensor, v_CGD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return Q, K and V as [G, E, tokens, D], the query heads grouped by KV head. K and V are
-    expanded views."""
-    # So K and V are never repeated in memory.
+    expanded views, which are never repeated in memory."""
     num_groups = k_CGD.shape[1]
     num_queries, num_heads, head_dim = q_QHD.shape
     q_QGED = q_QHD.view(num_queries, num_groups, num_heads // num_groups, head_dim)

@@ -57,7 +57,7 @@ class CudaDriver:
         return bool(answer.value)
 
     def granularity(self, device: int) -> int:
-        """Return the number of bytes of which all sizes and addresses must be multiples."""
+        """Return the unit of memory in bytes. All sizes and addresses must be multiples of it."""
         size, prop = ctypes.c_size_t(), _prop(device)
         flags = ctypes.c_int(_MINIMUM)
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), flags)

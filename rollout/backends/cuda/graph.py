@@ -216,7 +216,6 @@ class GraphExecutor:
     def _check_replay(self, program: Program) -> None:
         """Compare the replay of a step of padding with the same step run eagerly. If they differ,
         drop all graphs, on all ranks."""
-        # They differ if the graph reads memory that no longer holds the weights.
         self._is_doubtful = False
         shape = min(self._captured, key=_size)
         on_host = self._static.load(shape, None)
@@ -224,6 +223,7 @@ class GraphExecutor:
         replayed = self._graphs.download(self._captured[shape].ran.result)()
         ran = _run(program, on_host, self._static.on_device(shape))
         expected = self._graphs.download(ran.result)()
+        # They differ if the graph reads memory that no longer holds the weights.
         is_wrong = not _agree(replayed.samples, expected.samples)
         # All ranks replay, or all capture again: a graph contains collectives.
         if any_rank(self._collectives, is_wrong, self._device):

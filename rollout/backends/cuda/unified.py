@@ -21,15 +21,13 @@ class UnifiedMemory(CudaMemory):
 
     def __init__(self, runtime: CudaRuntime) -> None:
         super().__init__(runtime)
-        # CUDA has no call that frees managed pages everywhere and keeps their addresses: discarded
-        # pages stay until the driver needs them, and madvise has no effect on them.
         self._moved_out: set[str] = set()  # buffers in host memory, or anywhere if a move failed
 
     def allocate(self, name: str, num_bytes: int) -> Tensor:
         """Return a new flat uint8 tensor, zero-filled. Raises ConfigError if the device has fewer
         bytes free."""
         assert name not in self._tensors, f"buffer {name!r} exists"
-        # CUDA would allocate more than that, but pages would then move at every step, which can
+        # CUDA would allocate more than is free, but pages would then move at every step, which can
         # hang a device.
         require_free(self._runtime, name, num_bytes)
         try:
@@ -45,6 +43,8 @@ class UnifiedMemory(CudaMemory):
 
     def release(self, name: str) -> int:
         """Move the buffer to host memory. Return its number of bytes."""
+        # CUDA has no call that frees managed pages everywhere and keeps their addresses: discarded
+        # pages stay until the driver needs them, and madvise has no effect on them.
         tensor = self._tensors[name]
         self._moved_out.add(name)
         self._runtime.move_to_host(tensor)

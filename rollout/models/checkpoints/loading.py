@@ -68,8 +68,8 @@ def open_model(
     `size` tensor-parallel ranks keeps. The caller can move the parameters before calling the
     function. This call and the function can raise ModelError.
     """
-    # Unfilled weights on a CPU take no memory: pages that were never written are not resident.
     device = torch.empty(0, device=device).device  # with its index, so that devices compare equal
+    # Unfilled weights on a CPU take no memory: pages that were never written are not resident.
     if isinstance(source, ModelSpec):
         model = CausalLM(_with_dtype(source, dtype).local(rank, size), device)
         return model, partial(model.randomize, seed)

@@ -106,7 +106,7 @@ class WeightFetcher:
     copy of the tensors."""
 
     def __init__(self, of_engine: Mapping[str, Fetch] = MappingProxyType({})) -> None:
-        """`of_engine`: the engine's own `weight_fetchers`."""
+        """`of_engine` has the engine's own `weight_fetchers`."""
         receiver = CollectiveReceiver()
         self._of_engine = of_engine
         self._by_kind: Mapping[str, Callable[[WeightsSource], dict[str, Tensor]]] = {

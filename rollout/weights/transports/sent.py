@@ -1,8 +1,8 @@
 """SentTransport: a base of transports that send a push to a process group and keep no weights.
 
-Members of a push meet in the sender's TCPStore, by `put`, `wait_for` and `read`. Used by
-`rollout.weights.transports.collective` and by vLLM's weight transfer (`rollout_vllm`). Listens at a
-TCP port.
+The members of a push exchange messages in the sender's TCPStore, by `put`, `wait_for` and `read`.
+Used by `rollout.weights.transports.collective` and by vLLM's weight transfer (`rollout_vllm`).
+Listens at a TCP port.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RolledBackError(WeightUpdateError):
 
 
 class SentPush(Protocol):
-    """A push of a SentTransport. `is_over`: it was rolled back, or has ended."""
+    """A push of a SentTransport. `is_over` says whether it was rolled back or has ended."""
 
     is_over: bool
 
