@@ -4,9 +4,9 @@
     python -m benchmarks.trl_step --small    # seconds, with a random model: shows that it runs
 
 A program, run by hand. The measured step is one of `rollout train --config-name smollm`: 8 samples
-for each of 8 prompts. Three kinds of step run in child processes, each on one thread: TRL alone, TRL with
-this engine, and this package. This package updates on the rollouts of TRL alone, so losses and
-gradient norms of the two must agree. The program prints a Markdown table.
+for each of 8 prompts. Three kinds of step run in child processes, each on one thread: TRL alone,
+TRL with this engine, and this package. This package updates on the rollouts of TRL alone, so losses
+and gradient norms of the two must agree. The program prints a Markdown table.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 class Package:
     """A released package.
 
-    `file`: name of its source distribution on PyPI, or of a wheel if there is none.
+    `file`: name of its source distribution on PyPI, or else of a wheel.
     `root`: folder of the package's sources inside that file.
     """
 
