@@ -1,8 +1,8 @@
 """Learner: one training step on a batch of rollouts, by GRPO and its variants, REINFORCE++ or PPO.
 
 Used by `trainer_hooks.train.main`, which calls a Learner on rank 0 and `follow` on the trainer's
-other ranks. `benchmarks.trl_step` uses `optimizer_of`. A step changes the policy, optimizer,
-scheduler, critic and reference. `save` writes checkpoints.
+other ranks. `benchmarks.trl_step` and `benchmarks.kv_age` use `optimizer_of`. A step changes the
+policy, optimizer, scheduler, critic and reference. `save` writes checkpoints.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt.

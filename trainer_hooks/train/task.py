@@ -1,7 +1,8 @@
 """Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
 
 Used by `trainer_hooks.train` (main, summary, warm_up), and by programs with another training loop:
-examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports users' functions.
+examples/train_trl.py, `benchmarks.trl_step` and `benchmarks.kv_age`. It reads files and imports
+users' functions.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `trainer_hooks.train.task` imports the functions, which conf/data/revlist.yaml and
 conf/data/digits.yaml name. It calls them as `function(part, seed, **options)` with part "train",
 "warmup" or "held_out". Rows have the column `answer`. Held-out rows are equal for all seeds, and no
-run trains on them.
+run trains on them. `benchmarks.kv_age` uses `reversed_lists`.
 """
 
 from __future__ import annotations
