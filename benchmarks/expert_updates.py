@@ -12,7 +12,8 @@ updated under two sets of names:
 
 The column `checked` is the time of staging with a source checksum, and `clone` the time to copy all
 weights. Times are the best of the rounds. The program prints a Markdown page, and writes it and a
-JSON file. """
+JSON file.
+"""
 
 from __future__ import annotations
 
