@@ -68,6 +68,8 @@ def measure_all_floors(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
+    """Sizes of a decode measurement: rows, their largest context, and numbers of steps."""
+
     batch: int
     context_len: int
     num_warm_up: int
