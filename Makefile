@@ -24,7 +24,8 @@
 #   make gpu-bundle       .gpu/: the wheels that a CUDA machine without network lacks, and the kernels
 #                         that tests and the benchmark launch there, compiled; in .venv-312, too
 #   make gpu-check        tests and measurements there, within 330 s; results go to $OUT;
-#                         AGAIN=FILE runs the tests that FILE names, and measures again, within 240 s
+#                         AGAIN=FILE runs the tests that FILE names, and measures again, within 240 s;
+#                         if all pass and vLLM is installed, tests of engine="vllm", within 240 s, to $OUT/vllm
 #   make clean            removes .venv, .venv-312, .venv-vllm, caches and outputs
 
 PYTHON ?= python3

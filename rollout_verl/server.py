@@ -32,8 +32,9 @@ from trainer_hooks.losses.routing_forms import without_unknown
 
 class EngineServer:
     """Serves verl's requests. An aborted request returns its tokens so far. From
-    `abort_all_requests` to `resume_generation` new requests wait, or are answered as aborted. A
-    reply has the trainer's step as `global_steps`. It also has the lowest and highest step of the
+    `abort_all_requests` to `resume_generation` new requests wait, or are answered as aborted.
+
+    A reply has the trainer's step as `global_steps`. It also has the lowest and highest step of the
     weights that sampled its tokens, as `min_global_steps` and `max_global_steps`, if they are
     known."""
 

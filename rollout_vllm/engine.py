@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,14 @@ from rollout.config import InferenceConfig
 from rollout.engine.counters import EngineCounters
 from rollout.engine.engine import Engine
 from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
 from rollout.errors import ConfigError, ModelError
 from rollout.models.checkpoints.directory import fault_of_directory
-from rollout.models.checkpoints.reader import read_config
-from rollout.models.spec import end_ids_of, union_of_ids
-from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer
 from rollout.weights.transports.base import WeightTransport
+from rollout_vllm.inputs import CheckedInputProcessor, end_ids, shared_settings
 from rollout_vllm.installed import require_vllm
 from rollout_vllm.options import check_params, engine_arguments
 from rollout_vllm.transfer import require_backend
@@ -184,7 +181,15 @@ def _engine_over(
     )
     engine.core = core
     engine.weight_fetchers = executor.receiver.fetchers
-    engine.model_settings = _shared_settings(vllm_config, inputs, config, directory)
+    model = vllm_config.model_config
+    engine.model_settings = shared_settings(
+        inputs,
+        config,
+        directory,
+        dtype=str(model.dtype),
+        quantization=model.quantization,
+        logprobs_mode=model.logprobs_mode,
+    )
     return engine
 
 
@@ -220,39 +225,13 @@ def _check_stages(vllm_config: VllmConfig) -> None:
         )
 
 
-class VllmInputProcessor(InputProcessor):
-    """An InputProcessor that also refuses what vLLM cannot report. `logprobs_mode`: vLLM's.
-    `must_be_greedy`: whether it can only run requests with temperature 0."""
-
-    logprobs_mode: str
-    must_be_greedy: bool
-
-    def process_groups(
-        self, groups: Any, *arguments: Any, **named: Any
-    ) -> list[list[ProcessedRequest]]:
-        for group in groups:
-            self._check(group)
-        return super().process_groups(groups, *arguments, **named)
-
-    def _check(self, group: Group) -> None:
-        for params in group[1]:
-            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
-
-    def process_record(
-        self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
-    ) -> ProcessedRequest:
-        if (params := record[0].sampling_params) is not None:
-            check_params(params, self.logprobs_mode, must_be_greedy=self.must_be_greedy)
-        return super().process_record(record, *arguments, **named)
-
-
 def _input_processor(
     vllm_config: VllmConfig,
     scheduler: Any,
     directory: Path,
     config: InferenceConfig,
     tokenizer: Tokenizer | None,
-) -> VllmInputProcessor:
+) -> CheckedInputProcessor:
     model, pool = vllm_config.model_config, scheduler.vllm.kv_cache_config
     limits = AdmissionLimits(
         vocab_size=model.get_vocab_size(),
@@ -263,38 +242,18 @@ def _input_processor(
         can_score_prompts=not config.materialize_only_last_token_logits,
     )
     assert config.seed is not None, "make_engine has drawn one"
-    inputs = VllmInputProcessor(
+    inputs = CheckedInputProcessor(
         limits=limits,
         tokenizer=tokenizer,
-        end_ids=_end_ids(directory, tokenizer),
+        end_ids=end_ids(directory, tokenizer),
         block_size=scheduler.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )
-    inputs.logprobs_mode = model.logprobs_mode
     drafts = vllm_config.speculative_config is not None
-    inputs.must_be_greedy = drafts and vllm_config.device_config.device_type == "cpu"
+    inputs.check_params = partial(
+        check_params,
+        logprobs_mode=model.logprobs_mode,
+        must_be_greedy=drafts and vllm_config.device_config.device_type == "cpu",
+    )
     return inputs
-
-
-def _end_ids(directory: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    own = None if tokenizer is None else tokenizer.eos_id
-    return tuple(union_of_ids(own, end_ids_of(read_config(directory), str(directory))))
-
-
-def _shared_settings(
-    vllm_config: VllmConfig, inputs: InputProcessor, config: InferenceConfig, directory: Path
-) -> dict[str, str]:
-    """Return what engines of a fleet must share: all of the model's config, what vLLM computes
-    with, and what decides about requests and updates."""
-    model = vllm_config.model_config
-    values: dict[str, Any] = {
-        "max_sequence_length": inputs.max_sequence_length,
-        "end_token_ids": sorted(inputs.end_ids),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "logprobs_mode": model.logprobs_mode,
-    }
-    values |= {name: getattr(config, name) for name in SHARED_CONFIG_FIELDS}
-    values |= {f"config.{name}": value for name, value in read_config(directory).items()}
-    return settings_as_texts(values)

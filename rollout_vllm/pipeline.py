@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,51 +20,10 @@ from rollout.engine.output_processor import OutputProcessor
 from rollout.errors import RolloutError
 from rollout.scheduling.output import FinishedRequest, PrefilledPrompt, ScoredPrompt, StepUpdate
 from rollout.scheduling.stopping import check_stop
-from rollout.step.output import SampleResult, ScoreResult, StepOutput
+from rollout.step.output import ScoreResult, StepOutput
 from rollout_vllm.ranks import require_workers
+from rollout_vllm.samples import NO_TOP, SampledTokens
 from rollout_vllm.scheduler import VllmRequest, VllmScheduler
-
-
-@dataclass(slots=True)
-class _Sampled:
-    """The tokens of a step, one entry for each: request ids, token ids, log-probs, ranks, and the
-    most likely tokens as (ids, log-probs)."""
-
-    request_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    top: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def add(self, request_id: int, token_id: int, output: EngineCoreOutput, index: int) -> None:
-        """Add the token at `index` of a request's output."""
-        self.request_ids.append(request_id)
-        self.token_ids.append(token_id)
-        lists = output.new_logprobs
-        if lists is None:
-            self.logprobs.append(math.nan)
-            self.ranks.append(0)
-            self.top.append(((), ()))
-            return
-        self.logprobs.append(float(lists.logprobs[index][0]))
-        self.ranks.append(int(lists.sampled_token_ranks[index]))
-        self.top.append((lists.logprob_token_ids[index][1:], lists.logprobs[index][1:]))
-
-    def result(self) -> SampleResult:
-        """Return the tokens as arrays. Rows with fewer likely tokens are filled up with zeros."""
-        num, width = len(self.token_ids), max((len(ids) for ids, _ in self.top), default=0)
-        result = SampleResult(
-            token_ids_S=np.array(self.token_ids, np.int64),
-            is_finite_S=np.ones(num, np.bool_),
-            logprobs_S=np.array(self.logprobs, np.float32),
-            ranks_S=np.array(self.ranks, np.int32),
-        )
-        if not width:
-            return result
-        top_ids, top_logprobs = np.zeros((num, width), np.int64), np.zeros((num, width), np.float32)
-        for row, (ids, logprobs) in enumerate(self.top):
-            top_ids[row, : len(ids)], top_logprobs[row, : len(ids)] = ids, logprobs
-        return replace(result, top_ids_SN=top_ids, top_logprobs_SN=top_logprobs)
 
 
 class VllmPipeline:
@@ -138,7 +96,7 @@ class VllmPipeline:
         prompts = [each for each in ran if self._is_prompt(each[0], each[1])]
         prefilled = [self._prefilled(i, high) for i, _, high in prompts]
         num_prefilled = sum(high - low for _, low, high in prompts)
-        sampled, finished = _Sampled(), []
+        sampled, finished = SampledTokens(), []
         scored: list[ScoredPrompt] = []
         scores: list[_Scores] = []
         for output in (each for group in outputs.values() for each in group.outputs):
@@ -188,12 +146,16 @@ class VllmPipeline:
         )
 
     def _append(
-        self, request_id: int, request: VllmRequest, output: EngineCoreOutput, sampled: _Sampled
+        self,
+        request_id: int,
+        request: VllmRequest,
+        output: EngineCoreOutput,
+        sampled: SampledTokens,
     ) -> FinishedRequest | None:
         """Append a request's new tokens until it ends. Returns None if it continues."""
         for index, token_id in enumerate(output.new_token_ids):
             request.tokens.append(token_id)
-            sampled.add(request_id, token_id, output, index)
+            sampled.add(request_id, token_id, *_described(output, index))
             stop = check_stop(request.tokens, request.num_prompt, request.rule)
             if stop is not None:
                 return FinishedRequest(
@@ -222,6 +184,16 @@ class VllmPipeline:
 
     def remove(self, request_id: int) -> None:
         pass
+
+
+def _described(
+    output: EngineCoreOutput, index: int
+) -> tuple[float, int, tuple[Sequence[int], Sequence[float]]]:
+    """Return log-prob, rank and most likely tokens of the token at `index` of an output."""
+    if (lists := output.new_logprobs) is None:
+        return math.nan, 0, NO_TOP
+    top = lists.logprob_token_ids[index][1:], lists.logprobs[index][1:]
+    return float(lists.logprobs[index][0]), int(lists.sampled_token_ranks[index]), top
 
 
 _Scores = tuple[Any, Any, Any, Any]  # log-probs [P], ranks [P], ids [P, N], log-probs [P, N]

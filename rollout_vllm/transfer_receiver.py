@@ -28,7 +28,7 @@ from rollout.errors import WeightUpdateError
 from rollout.parallel.stores import connect_store
 from rollout.weights.fingerprints import fingerprint_on
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports.collective import OVER, put, read, wait_for
+from rollout.weights.transports.sent import OVER, put, read, wait_for
 from rollout.weights.update import Fingerprint
 from rollout_vllm.gloo_engine import register_gloo
 from rollout_vllm.transfer import BACKENDS, FINITE, KIND, Call, Go, Member, unpack_payload

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +19,17 @@ from vllm.distributed.weight_transfer.base import ParamMeta, TrainerInitInfo, We
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.parallel.stores import open_store
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import TensorEntry, WeightsSource, pack_manifest
-from rollout.weights.transports.collective import OVER, put, read, wait_for
 from rollout.weights.transports.reading import TensorReader
+from rollout.weights.transports.sent import (
+    OVER,
+    RolledBackError,
+    SentTransport,
+    put,
+    read,
+    wait_for,
+)
 from rollout.weights.update import NamedTensors, streamed
 from rollout_vllm.gloo_engine import GlooTrainerInitInfo, register_gloo
 from rollout_vllm.transfer import FINITE, KIND, Call, Go, Member, pack_payload, require_backend
@@ -33,10 +38,6 @@ LATE_S = 5.0
 CALL_S = 300.0
 _PACKED_BYTES = 1 << 30
 _logger = logging.getLogger(__name__)
-
-
-class _RolledBackError(WeightUpdateError):
-    """The push was rolled back while it was sent."""
 
 
 class _LateError(Exception):
@@ -90,7 +91,7 @@ class _Relay:
         self._call("finish_weight_update", None)
 
 
-class VllmTransport:
+class VllmTransport(SentTransport[_Push]):
     """A WeightTransport without a copy: vLLM's workers receive the tensors while they commit.
 
     `publish` hashes and checks the tensors where they are, and announces their names, shapes,
@@ -126,18 +127,9 @@ class VllmTransport:
                 )
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._reader = TensorReader(reject_non_finite=reject_non_finite, device=self._device)
-        try:
-            self._store, self._port = open_store(host, call_timeout_s)
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
-        put(self._store, OVER, 0)
+        super().__init__(host, call_timeout_s)
         register_gloo()
         self.kind = f"{KIND}{backend}"
-        self.committed: WeightsSource | None = None
-        self._num_pushes = 0
-        self._sending = threading.Lock()  # held while a push is sent
-        self._push: _Push | None = None
-        self._unsent: _Push | None = None  # the push that `send` will send
         self._sent: _Push | None = None  # the push whose keys are in the store
         self._source, self._relay = _Tensors(), _Relay(self._call)
         self._sender: Any = None  # vLLM's trainer engine, with its group
@@ -182,15 +174,12 @@ class VllmTransport:
             tensors_checksum=checksum,
             is_kept=False,
         )
-        self._push = self._unsent = _Push(self._num_pushes, source, tensors)
-        return source
+        return self._start(_Push(self._num_pushes, source, tensors))
 
     def send(self, source: WeightsSource) -> None:
         """Wait until the engines commit, and let vLLM send the tensors to them. Returns early if
         the push is rolled back. Raises WeightUpdateError if an engine or vLLM fails."""
-        push, self._unsent = self._unsent, None  # also if it was rolled back meanwhile
-        assert push is not None, "it was published"
-        assert push.source is source, "and nothing after it"
+        push = self._take(source)
         with self._sending:
             self._remove_keys(self._sent)
             self._sent = push
@@ -199,7 +188,7 @@ class VllmTransport:
                 self._source.tensors = push.tensors
                 self._begin(push, members)
                 self._sender.send_weights()
-            except _RolledBackError as error:
+            except RolledBackError as error:
                 if push.slots:
                     self._leave()
                 self._end(push, str(error))
@@ -218,29 +207,7 @@ class VllmTransport:
             finally:
                 push.is_over, self._source.tensors, push.tensors = True, {}, {}
 
-    def commit(self) -> None:
-        """Record the source as committed. The weights themselves are not kept."""
-        if self._push is not None:
-            self.committed, self._push = self._push.source, None
-
-    def roll_back(self) -> None:
-        """End the push. Engines that have begun to receive it fail."""
-        push, self._push = self._push, None
-        if push is not None:
-            push.is_over = True
-
-    def close(self) -> None:
-        """End a running push, leave the group and close the store. A second call does nothing."""
-        self.roll_back()
-        with self._sending:
-            self._leave()
-            self._store = self.committed = None
-
     # ---- one push, in the thread of `send`
-
-    def _check(self, push: _Push) -> None:
-        if push.is_over:
-            raise _RolledBackError("the push was rolled back")
 
     def _arrived(self, push: _Push) -> list[tuple[Member, int]]:
         """Wait for the first engine that commits, and up to `late_s` for the others. Return them

@@ -89,13 +89,14 @@ def again_parts(packages: Path, tests: Path) -> list[Part]:
 
 
 def vllm_parts(packages: Path) -> list[Part]:
-    """Return the parts that test the engine over vLLM: contract suite and random schedules."""
-    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm")
+    """Return the parts that test the engine over vLLM on one GPU: contract suite and random
+    schedules."""
+    suites = ("tests/contracts/test_engine_parts.py", "tests/rollout_vllm/test_random_schedules.py")
     tests = pytest_part("vllm", suites, "not slow", limit_s=190.0)
     return [
         facts_part(),
         install_part(packages),
-        replace(tests, command=[*tests.command, "-k", "vllm"]),
+        replace(tests, command=[*tests.command, "-k", "vllm and not ranks"]),
     ]
 
 

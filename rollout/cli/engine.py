@@ -112,8 +112,8 @@ def run(words: Sequence[str]) -> int:
 
 
 def with_server(fields: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the fields of InferenceConfig with those of --beside. Raises UsageError if they name
-    another engine or server."""
+    """Return `fields` of InferenceConfig with the engine of --beside and the server's `url`. Raises
+    UsageError if `fields` name another engine or server."""
     options = {"url": url, **(fields.get("engine_options") or {})}
     engine = fields.get("engine", BESIDE)
     if engine != BESIDE or options["url"] != url:

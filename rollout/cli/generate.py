@@ -132,11 +132,11 @@ def _new_output(name: str, input_name: str | None) -> TextIO:
     """Open the file `name` for writing. An earlier file of that name is renamed, and stderr says
     so. Raises UsageError for the input file, for a directory, and if the file cannot be written."""
     path = Path(name)
-    if path.is_dir():  # set_aside would rename it
-        raise UsageError(f"--output {name} is a directory; give a file")
-    if input_name and path.exists() and path.samefile(input_name):
-        raise UsageError(f"--output {name} is the --input file; give another file")
     try:
+        if path.is_dir():  # set_aside would rename it
+            raise UsageError(f"--output {name} is a directory; give a file")
+        if input_name and path.exists() and path.samefile(input_name):
+            raise UsageError(f"--output {name} is the --input file; give another file")
         earlier = set_aside(path)
         output = path.open("w", encoding="utf-8")
     except OSError as error:

@@ -86,6 +86,7 @@ class DataParallelInferenceCoordinator:
         """Bind the socket, and send its address through `pipe_connection` if one is given.
 
         Engines and clients may connect from now on.
+
         data_parallel_size: expected number of engines.
         tokenizer: not used, since clients tokenize.
         deterministic_mode: no engine gets work before all have registered, and ranks follow the
@@ -99,6 +100,7 @@ class DataParallelInferenceCoordinator:
         curve: the coordinator's CURVE keys.
         insecure: allow a host that other machines can reach without `curve`.
         max_frame_bytes: longest frame to send or accept.
+
         Raises ConfigError for a wrong argument, an unsafe address, and an address that cannot be
         bound."""
         if data_parallel_size < 1:
@@ -304,6 +306,7 @@ class DataParallelInferenceCoordinator:
                 sendable.append(message)
         num_sent = 0
         for frame, num_messages in batched(frames, self._max_frame_bytes):
+            # Only frames for engines are kept: a client gets missed messages at its next heartbeat.
             if not self._router.send(identity, frame, num_messages, keeps=self._core.is_engine):
                 return [*failed, *((message, None) for message in sendable[num_sent:])]
             num_sent += num_messages

@@ -47,6 +47,7 @@ class RayLauncher:
         runtime_env: runtime environment of the actors.
         init: arguments of ray.init, which `host` calls unless this process is connected to a
             cluster. `close` then ends the connection.
+
         Raises ConfigError if Ray is not installed."""
         self._ray = _imported_ray()
         self._num_cpus, self._num_gpus, self._resources = num_cpus, num_gpus, resources or {}

@@ -50,6 +50,7 @@ class SlurmLauncher:
         host: host to which engines connect; None takes this node's name.
         parameters: parameters of submitit's executors, such as slurm_partition, timeout_min,
             cpus_per_task and gpus_per_node.
+
         Raises ConfigError if submitit is not installed or refuses the parameters, and for a folder
         that others can write."""
         self.host = host or socket.gethostname()

@@ -50,6 +50,7 @@ class SupervisedProcess:
         environment: environment variables that differ from this process's.
         on_end: gets the last exit code once the process has ended for good, unless the first start
             failed.
+
         The supervising thread calls `begin` and `on_end`."""
         self.name, self._module, self._begin = name, module, begin
         self._start_timeout_s, self._max_restarts = start_timeout_s, max_restarts

@@ -1,8 +1,8 @@
 """TCPStores of torch.distributed that listen at one address only, and clients of such stores.
 
 Used by `rollout.backends.process_groups`, `rollout.launch.torchrun`,
-`rollout.weights.transports.collective` and `rollout.serve.control.receiver`, where processes
-exchange addresses. `open_store` opens a listening socket.
+`rollout.weights.transports.collective`, `rollout.serve.control.receiver` and `rollout_vllm`, where
+processes exchange addresses. `open_store` opens a listening socket.
 """
 
 from __future__ import annotations

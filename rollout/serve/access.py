@@ -56,11 +56,13 @@ class Keys:
 
 
 class Senders:
-    """Refuses requests that a web page of another site makes a browser send. The header Origin
-    names the page's site. A browser sends JSON to another site only after a CORS preflight, which
-    this server never grants. The header Host reveals DNS rebinding, where another site's name
-    resolves to this server's address. Routes of Access.OPEN are not checked, because they change
-    nothing and return no samples."""
+    """Refuses requests that a web page of another site makes a browser send.
+
+    The header Origin names the page's site. A browser sends JSON to another site only after a CORS
+    preflight, which this server never grants. The header Host reveals DNS rebinding, where another
+    site's name resolves to this server's address.
+
+    Routes of Access.OPEN are not checked, because they change nothing and return no samples."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._names = {name.lower() for name in (config.host, *config.allowed_hosts)}

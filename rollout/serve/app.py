@@ -163,7 +163,8 @@ def check_query(query: Mapping[str, str], kind: type[Fields], *, ignores_unknown
 
 
 def decoded(body: bytes, kind: type[Fields], *, ignores_unknown: bool) -> Fields:
-    """Return the JSON body as `kind`. Raises ApiError if it is not JSON or not a valid `kind`."""
+    """Return the JSON body as `kind`. An empty body counts as {}. Raises ApiError if the body is
+    not JSON or not a valid `kind`."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not check fields that it skips

@@ -103,7 +103,7 @@ class Route:
     """A path of a protocol, its handler, and the checks before the handler is called.
 
     summary: what a request does, for GET /openapi.json.
-    body: struct of the JSON body, or None if the body is not read.
+    body: struct of the JSON body, or None if the body is not read. An empty body counts as {}.
     query: struct of the query's parameters, or None if the query is not checked.
     access: the kind of key that a request needs. Access.ADMIN marks an operation, which continues
         after its client disconnects.

@@ -171,6 +171,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], add_special: bool) -> l
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
+    """Return the characters of the longest token, or 0 if unknown."""
     return tokenizer.max_token_length if isinstance(tokenizer, HFTokenizer) else 0
 
 

@@ -1,7 +1,8 @@
 """ReplyReader: splits a streamed reply into content, thoughts and tool calls.
 
 Used by `rollout.serve.openai.chat` (ReplyReader, Reply) and `trainer_hooks.environments`
-(`read_reply`, `tool_names`, ToolCall). Tests compare it with libraries that parse whole replies.
+(`read_reply`, `tool_names`, ToolCall). No library that streams all formats runs on Python 3.10
+without a trainer's packages. Tests compare it with libraries that parse whole replies.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class _Region(Enum):
 
 
 class _TrimmedText:
-    """Removes white space beside markup from streamed text, and puts a line break in place of
-    markup."""
+    """Removes white space beside markup from streamed text. Markup between two texts becomes a line
+    break."""
 
     def __init__(self, *, is_after_markup: bool) -> None:
         self._is_after_markup = is_after_markup
@@ -331,6 +332,7 @@ class ReplyReader:
         return True
 
     def _last_end(self) -> End:
+        """Return the end of a block that is still open when the reply ends."""
         size, closes = len(self._held), self._calls.closes if self._has_tag else ()
         end = size - num_begun(self._held, closes)
         body = self._held[self._body_start : end]

@@ -31,9 +31,11 @@ MAX_COPIED_BYTES = 256 << 20  # size of the temporary through which whole blocks
 
 
 class KVCache:
-    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0. Order of
-    calls, with optional calls in brackets: [offload] -> release -> restore -> [onload]. `release`
-    discards blocks that were not offloaded. Each call may be repeated after an exception."""
+    """K and V of `num_blocks` blocks with ids 1 .. num_blocks, and of the scratch block 0.
+
+    The order of calls is [offload] -> release -> restore -> [onload]. Calls in brackets are
+    optional. `release` discards blocks that were not offloaded. Each call may be repeated after an
+    exception."""
 
     def __init__(self, backend: Backend, spec: CacheSpec, num_blocks: int) -> None:
         self._memory = backend.memory

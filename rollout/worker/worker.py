@@ -1,7 +1,7 @@
 """Worker: one rank of an engine, with its model runner, KV cache and weights.
 
 Used by `rollout.worker.executor` and `rollout.tensor_parallel`, which call its methods on each
-rank, and by `rollout.engine.build` and `rollout.engine.suspension`. `rollout_vllm.executor` calls
+rank, and by `rollout.engine.build` and `rollout.engine.suspension`. `rollout_vllm` calls
 `process_bytes`. It changes the memory of the KV cache and of the weights.
 """
 

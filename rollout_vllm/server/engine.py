@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,18 +17,16 @@ from rollout.config import InferenceConfig
 from rollout.engine.counters import EngineCounters
 from rollout.engine.engine import Engine
 from rollout.engine.guard import CallGuard
-from rollout.engine.input_processor import Group, InputProcessor, ProcessedRequest
 from rollout.engine.output_processor import OutputProcessor
-from rollout.engine.shared_settings import SHARED_CONFIG_FIELDS, settings_as_texts
 from rollout.errors import ConfigError, InvalidRequestError, LockstepError, ModelError
 from rollout.models.checkpoints.directory import fault_of_directory
 from rollout.models.checkpoints.reader import read_config
-from rollout.models.spec import end_ids_of, union_of_ids
 from rollout.requests.record import DynamicInferenceRequestRecord
 from rollout.sampling_params import SamplingParams
 from rollout.scheduling.admission import AdmissionLimits
 from rollout.step.seeds import given_or_drawn
 from rollout.text import Tokenizer
+from rollout_vllm.inputs import CheckedInputProcessor, end_ids, shared_settings
 from rollout_vllm.options import LOGPROBS_MODES, check_params
 from rollout_vllm.server.client import ServerRefusalError, VllmServer
 from rollout_vllm.server.executor import ServerExecutor
@@ -271,7 +270,14 @@ def _engine_over(
         guard=guard,
         max_kv_staleness_versions=config.max_kv_staleness_versions,
     )
-    engine.server_settings = _shared_settings(model, inputs, config, directory)
+    engine.server_settings = shared_settings(
+        inputs,
+        config,
+        directory,
+        dtype=model["dtype"],
+        quantization=model["quantization"],
+        logprobs_mode=model["logprobs_mode"],
+    )
     engine.facts = _facts(server, theirs, max_running, config, updates_directory)
     return engine
 
@@ -283,31 +289,6 @@ class BoundedOutputs(OutputProcessor):
         for segment in record.requests:
             segment.kv_versions_are_bounds = True
         super().add_request(record)
-
-
-class ServerInputProcessor(InputProcessor):
-    """An InputProcessor that also refuses what a vLLM server cannot compute for its clients.
-    `logprobs_mode`: vLLM's."""
-
-    logprobs_mode: str
-
-    def process_groups(
-        self, groups: Any, *arguments: Any, **named: Any
-    ) -> list[list[ProcessedRequest]]:
-        for group in groups:
-            self._check(group)
-        return super().process_groups(groups, *arguments, **named)
-
-    def _check(self, group: Group) -> None:
-        for params in group[1]:
-            check_server_params(params, self.logprobs_mode)
-
-    def process_record(
-        self, record: DynamicInferenceRequestRecord, *arguments: Any, **named: Any
-    ) -> ProcessedRequest:
-        if (params := record[0].sampling_params) is not None:
-            check_server_params(params, self.logprobs_mode)
-        return super().process_record(record, *arguments, **named)
 
 
 def check_server_params(params: SamplingParams, logprobs_mode: str) -> None:
@@ -335,7 +316,7 @@ def _input_processor(
     directory: Path,
     config: InferenceConfig,
     tokenizer: Tokenizer | None,
-) -> ServerInputProcessor:
+) -> CheckedInputProcessor:
     model, num_blocks = theirs["model_config"], theirs["cache_config"]["num_gpu_blocks"]
     max_length = model["max_model_len"]
     if (wanted := config.max_sequence_length) is not None:
@@ -354,17 +335,15 @@ def _input_processor(
         can_score_prompts=False,  # the streams have no scores of prompts
     )
     assert config.seed is not None, "make_engine has drawn one"
-    own = None if tokenizer is None else tokenizer.eos_id
-    end_ids = union_of_ids(own, end_ids_of(read_config(directory), str(directory)))
-    inputs = ServerInputProcessor(
+    inputs = CheckedInputProcessor(
         limits=limits,
         tokenizer=tokenizer,
-        end_ids=tuple(end_ids),
+        end_ids=end_ids(directory, tokenizer),
         block_size=scheduler.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         seed=config.seed,
     )
-    inputs.logprobs_mode = model["logprobs_mode"]
+    inputs.check_params = partial(check_server_params, logprobs_mode=model["logprobs_mode"])
     return inputs
 
 
@@ -374,22 +353,6 @@ def _vocab_size(directory: Path) -> int:
     if not isinstance(found, int):
         raise ModelError(f"{directory}/config.json names no vocab_size")
     return found
-
-
-def _shared_settings(
-    model: dict[str, Any], inputs: InputProcessor, config: InferenceConfig, directory: Path
-) -> dict[str, str]:
-    """Return what engines of a fleet must share."""
-    values: dict[str, Any] = {
-        "max_sequence_length": inputs.max_sequence_length,
-        "end_token_ids": sorted(inputs.end_ids),
-        "dtype": model["dtype"],
-        "quantization": model["quantization"],
-        "logprobs_mode": model["logprobs_mode"],
-    }
-    values |= {name: getattr(config, name) for name in SHARED_CONFIG_FIELDS}
-    values |= {f"config.{name}": value for name, value in read_config(directory).items()}
-    return settings_as_texts(values)
 
 
 def _facts(

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from rollout.errors import EngineStateError, RolloutError, WeightUpdateError
-from rollout.models.checkpoints.reader import Checkpoint
-from rollout.telemetry import RankUse
-from rollout.weights.update import Fingerprint, NamedTensors, checksum_of
+from rollout.weights.lora import LoraAdapter
+from rollout.weights.update import NamedTensors, by_name, check_checksum
 from rollout.weights.version import next_version
-from rollout.worker.worker import process_bytes
 from rollout_vllm.server.client import VllmServer
-from rollout_vllm.server.verified import StagedFile, fingerprints_of, verified_update
+from rollout_vllm.server.staged_file import StagedFile
+from rollout_vllm.verified import VerifiedWeights
 
 _logger = logging.getLogger(__name__)
 UNNAMED = "default"  # vLLM's name of weights that nobody has named
 
 
-class ServerExecutor:
+class ServerExecutor(VerifiedWeights):
     """Implements `Executor` and `ServingWeights` over a vLLM server.
 
     An update is verified and written to a file while the old weights are served. The commit pauses
@@ -45,16 +44,11 @@ class ServerExecutor:
         update_timeout_s: float,
         reject_non_finite: bool,
     ) -> None:
+        super().__init__(directory, reject_non_finite=reject_non_finite)
         self._server, self._name = server, name
         self._updates_directory, self._timeout_s = updates_directory, update_timeout_s
-        self._rejects = reject_non_finite
-        # Its tensors are served until the first update.
-        self._checkpoint: Checkpoint | None = Checkpoint.open(directory)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._checkpoint.items()}
-        self._fingerprints: Mapping[str, Fingerprint] = {}
-        self.version, self.has_values, self.is_finite = version, True, True
+        self.version = version
         self.is_settled: Callable[[], bool] = lambda: True
-        self._is_closed = False
 
     def start(self, directory: Path) -> None:
         """Let the server serve the checkpoint in `directory` under this engine's name.
@@ -86,14 +80,6 @@ class ServerExecutor:
 
     # ---- the weights that are served
 
-    @property
-    def weights(self) -> ServerExecutor:
-        return self
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._shapes)
-
     def require_values(self, what: str) -> None:
         if not self.has_values:
             raise EngineStateError(
@@ -104,22 +90,23 @@ class ServerExecutor:
     def require_resident(self, what: str) -> None:
         pass  # the weights are never released
 
-    def data_ptrs(self) -> dict[str, int]:
-        return {}
-
     # ---- updates
 
     def stage_weights(
         self, named_tensors: NamedTensors, check: Callable[[], None], source_checksum: str
     ) -> StagedFile:
-        return verified_update(
-            named_tensors,
-            self._shapes,
-            self._updates_directory,
-            check,
-            source_checksum,
-            rejects_non_finite=self._rejects,
-        )
+        start = time.perf_counter()
+        if isinstance(named_tensors, LoraAdapter):
+            raise WeightUpdateError(
+                "engine='vllm-server' takes whole weights only; push merged_tensors(model) of "
+                "trainer_hooks.weight_sync in place of the adapter"
+            )
+        given = by_name(named_tensors)
+        tensors = self._read(given, self._shapes, check, "model's directory")
+        fingerprints = self._hashed(tensors, check)
+        if source_checksum:
+            check_checksum(fingerprints, source_checksum)
+        return StagedFile(tensors, fingerprints, self._updates_directory, start)
 
     def commit_weights(self, staged: StagedFile, version: int | None) -> int:
         version = next_version(self.version, version)
@@ -134,8 +121,7 @@ class ServerExecutor:
                 f"the vLLM server failed to load the update ({error}); its weights may be mixed, "
                 "so it stays paused until a full update is committed"
             ) from error
-        self.has_values, self.is_finite = True, staged.is_finite
-        self._fingerprints, self._checkpoint = staged.fingerprints, None
+        self._set_served(staged.fingerprints)
         return staged.num_bytes
 
     def _pause(self) -> None:
@@ -159,47 +145,7 @@ class ServerExecutor:
             self._server.expected_label = label
             raise WeightUpdateError(f"{error}; the version is kept") from error
 
-    # ---- checksums
-
-    def weights_checksum(self) -> str:
-        self.require_values("compute a checksum")
-        return checksum_of(self._served_fingerprints())
-
-    def weight_checksums(self, names: Sequence[str]) -> dict[str, str]:
-        self.require_values("compute checksums")
-        found = self._served_fingerprints()
-        return {name: f"{found[name][0] % 2**64:016x}" for name in names}
-
-    def _served_fingerprints(self) -> Mapping[str, Fingerprint]:
-        if self._checkpoint is not None:
-            self._fingerprints = dict(fingerprints_of(self._checkpoint.items()))
-            self._checkpoint = None
-        return self._fingerprints
-
     # ---- ranks
-
-    def warm_up(self) -> int:
-        return 0  # vLLM captures its graphs when it starts
-
-    def rank_uses(self) -> tuple[RankUse, ...]:
-        """Return the resource use of this process. The server does not report its own."""
-        if self._is_closed:
-            return ()
-        return (
-            RankUse(
-                kv_bytes=0,
-                weights_bytes=0,
-                kv_on_host_bytes=0,
-                weights_on_host_bytes=0,
-                lora_base_bytes=0,
-                rss_bytes=process_bytes(),
-                cpu_seconds=time.process_time(),
-                wait_seconds=0.0,
-            ),
-        )
-
-    def kv_data_ptrs(self) -> dict[str, int]:
-        return {}
 
     def check_ranks(self) -> None:
         """Raise LockstepError if the server must not be used any more, and all records that have

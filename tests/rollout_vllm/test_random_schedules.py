@@ -267,6 +267,7 @@ def test_every_token_is_what_its_record_says(
         allow_async_scheduling(monkeypatch)
     engine = vllm_engine(**config, engine_options=options)
     chance = random.Random(run_seed())
+    has_batch_queue = engine.core.batch_queue is not None
     schedules = Schedules(engine, chance, config.get("max_kv_staleness_versions"))
     if "speculative_config" in options:
         schedules.temperatures = (0.0,)
@@ -288,3 +289,10 @@ def test_every_token_is_what_its_record_says(
         )
     assert replay.num_tokens > 100
     assert replay.worst_gap <= WORST_GAP
+    assert has_batch_queue == (name == "async")
+    if name == "drafts":
+        # Each decoded token is sampled, and prompts end in a sampled token: the rest are drafts.
+        assert stats.num_decode_tokens > stats.num_sampled_tokens
+    if IS_LONG:
+        assert replay.num_mixed
+        assert stats.num_evictions or "num_blocks" not in config

@@ -25,7 +25,7 @@ if not HAS_VLLM:
     pytest.skip("vLLM is not installed: make test-vllm", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(1800)
-NUM_NEW = 300  # so many that a request still runs when this process acts on its first tokens
+NUM_NEW = 300
 PARAMS = SamplingParams(
     num_tokens_to_generate=NUM_NEW, return_log_probs=True, termination_id=-1, seed=7
 )
@@ -74,14 +74,30 @@ def run_until(engine: Engine, num_tokens: int) -> list[DynamicInferenceRequestRe
     return records
 
 
-def update_after(
-    engine: Engine, num_tokens: int, version: int
-) -> list[DynamicInferenceRequestRecord]:
-    """Commit the weights of a version as soon as a request has so many tokens."""
-    staged = engine.stage_weights(vllm_weights(version))
-    records = run_until(engine, num_tokens)
-    engine.commit_weights(staged, version, in_flight=True)
-    return records
+def hold(
+    engine: Engine, *params: SamplingParams
+) -> tuple[list[int], list[DynamicInferenceRequestRecord]]:
+    """Pause the server while a request of each `params` runs, and take the tokens until then.
+    Returns the requests' ids, and records of requests that the server ended earlier."""
+    records: list[DynamicInferenceRequestRecord] = []
+    for _ in range(50):
+        ids = [engine.add_request([5 + i] * 40, each) for i, each in enumerate(params)]
+        records += run_until(engine, 5)
+        client_of(engine).call("POST", "/pause?mode=keep")
+        num_idle = 0
+        while num_idle < 10:  # tokens that are on their way
+            before = longest(engine)
+            records += engine.step()
+            num_idle = num_idle + 1 if longest(engine) == before else 0
+        if all(not engine._outputs.has_ended(i) and i in engine.request_ids() for i in ids):
+            return ids, records
+        client_of(engine).call("POST", "/resume")  # the server was quicker
+        records += run_until(engine, NUM_NEW + 1)
+    raise AssertionError("the server has ended all requests first")
+
+
+def resume(engine: Engine) -> None:
+    client_of(engine).call("POST", "/resume")
 
 
 def test_tokens_of_a_vllm_server_are_of_their_recorded_versions(server: ServerProcess) -> None:
@@ -89,24 +105,23 @@ def test_tokens_of_a_vllm_server_are_of_their_recorded_versions(server: ServerPr
     engine = engine_beside(server, max_kv_staleness_versions=0)
     replay = Replay(lambda version: vllm_model(seed=version))
     try:
-        for index in range(3):
-            engine.add_request([5 + index] * 40, PARAMS if index % 2 else GREEDY)
-        records = update_after(engine, 5, 1)
-        engine.add_request([9] * 40, PARAMS)
-        records += update_after(engine, 10, 2)
-        engine.add_request([9] * 40, GREEDY)
+        ids, records = hold(engine, GREEDY, PARAMS, GREEDY)
+        engine.update_weights(vllm_weights(1), 1, in_flight=True)
+        more, ended = hold(engine, PARAMS)
+        records += ended
+        engine.update_weights(vllm_weights(2), 2, in_flight=True)
         records += run_until(engine, NUM_NEW + 1)
-        assert len(records) == 5
+        assert {*ids, *more} <= {record.request_id for record in records}
         for record in records:
             replay.check(record)
             request = record.merge()
             assert request.num_generated_tokens == NUM_NEW
             assert request.kv_versions_are_bounds
             assert request.policy_versions.tolist() == list(request.context_kv_version_min)
-        versions = [set(record.merge().policy_versions.tolist()) for record in records]
-        assert set.union(*versions) >= {0, 2}
-        assert max(map(len, versions)) > 1
-        assert replay.num_tokens == 5 * NUM_NEW
+        versions = {r.request_id: set(r.merge().policy_versions.tolist()) for r in records}
+        assert all(versions[i] >= {0, 1} for i in ids)
+        assert all(versions[i] == {1, 2} for i in more)
+        assert replay.num_tokens == len(records) * NUM_NEW
         print(f"worst log-prob gap {replay.worst_gap:.1e}")
         assert replay.worst_gap < 1e-4
     finally:
@@ -116,11 +131,10 @@ def test_tokens_of_a_vllm_server_are_of_their_recorded_versions(server: ServerPr
 def test_max_kv_staleness_versions_bounds_kv_of_a_vllm_server(server: ServerProcess) -> None:
     engine = engine_beside(server, max_kv_staleness_versions=1)
     try:
-        for index in range(3):
-            engine.add_request([3 + index] * 33, GREEDY)
         records = []
         for version in (1, 2, 3):
-            records += update_after(engine, 5 * version, version)
+            records += hold(engine, GREEDY)[1]
+            engine.update_weights(vllm_weights(version), version, in_flight=True)
         records += run_until(engine, NUM_NEW + 1)
         ages = [
             policy - oldest
@@ -129,7 +143,7 @@ def test_max_kv_staleness_versions_bounds_kv_of_a_vllm_server(server: ServerProc
                 request.policy_versions.tolist(), request.context_kv_version_min, strict=True
             )
         ]
-        assert len(ages) == 3 * NUM_NEW
+        assert len(ages) == len(records) * NUM_NEW
         assert max(ages) == 1
     finally:
         engine.shutdown()
@@ -154,8 +168,7 @@ def test_stage_weights_refuses_a_bad_update_before_the_vllm_server_is_touched(
 
 
 def test_load_that_fails_pauses_the_vllm_server_until_a_full_update(engine: Engine) -> None:
-    engine.add_request([4] * 20, GREEDY)
-    run_until(engine, 5)
+    (held,), _ = hold(engine, GREEDY)
     staged: Any = engine.stage_weights(vllm_weights(1))
     shutil.rmtree(staged.directory)
     with pytest.raises(WeightUpdateError, match="stays paused until a full update"):
@@ -165,13 +178,14 @@ def test_load_that_fails_pauses_the_vllm_server_until_a_full_update(engine: Engi
         engine.step()
     engine.update_weights(vllm_weights(1), 1, in_flight=True)
     (record,) = run_until(engine, NUM_NEW + 1)
+    assert record.request_id == held
     assert set(record.merge().policy_versions.tolist()) == {0, 1}
 
 
 def test_requests_fail_if_somebody_else_updates_the_vllm_server(engine: Engine) -> None:
-    engine.add_request([4] * 20, GREEDY)
-    run_until(engine, 5)
+    hold(engine, GREEDY)
     client_of(engine).call("POST", "/update_weight_version", {"new_version": "other"})
+    resume(engine)
     (record,) = run_until(engine, NUM_NEW + 1)
     assert record.current.failed()
     with pytest.raises(LockstepError, match="somebody else has updated it"):
@@ -181,21 +195,21 @@ def test_requests_fail_if_somebody_else_updates_the_vllm_server(engine: Engine) 
 def test_step_raises_when_the_vllm_server_hangs(server: ServerProcess) -> None:
     engine = engine_beside(server, engine_options={"url": server.url, "timeout_s": 30})
     try:
-        engine.add_request([4] * 20, GREEDY)
-        run_until(engine, 5)
+        hold(engine, GREEDY)
         os.killpg(server.process.pid, signal.SIGSTOP)
         with pytest.raises(LockstepError, match="no answer within 30 s"):
             run_until(engine, NUM_NEW + 1)
         assert engine.has_unfinished_requests()  # so that another engine continues them
     finally:
         os.killpg(server.process.pid, signal.SIGCONT)
+        resume(engine)
         engine.shutdown()
 
 
 def test_abort_request_ends_a_request_of_a_vllm_server(engine: Engine) -> None:
-    aborted, kept = (engine.add_request([9] * 20, GREEDY) for _ in range(2))
-    run_until(engine, 5)
+    (aborted, kept), _ = hold(engine, GREEDY, GREEDY)
     assert engine.abort_request(aborted).current.finish_reason == "abort"
+    resume(engine)
     (record,) = run_until(engine, NUM_NEW + 1)
     assert record.request_id == kept
     assert record.current.succeeded()
@@ -227,12 +241,12 @@ def test_stop_token_ids_and_top_n_follow_the_vllm_server(engine: Engine) -> None
 
 
 def test_suspend_recompute_continues_requests_of_a_vllm_server(engine: Engine) -> None:
-    engine.add_request([8] * 20, GREEDY)
-    run_until(engine, 5)
+    hold(engine, GREEDY)
     engine.pause()
     assert engine.suspend("recompute").num_requests_requeued == 1
     engine.resume()
     engine.unpause()
+    resume(engine)
     (record,) = run_until(engine, NUM_NEW + 1)
     assert record.merge().num_generated_tokens == NUM_NEW
     assert len(record.requests) == 2

@@ -19,8 +19,8 @@ from torch import Tensor
 from rollout import EngineStateError, SamplingParams, WeightUpdateError
 from rollout.weights.lora import LoraAdapter
 from rollout.weights.source import WeightsSource
-from rollout.weights.transports.collective import read
 from rollout.weights.transports.registry import WeightFetcher
+from rollout.weights.transports.sent import read
 from tests.contracts.vllm_engines import HAS_VLLM, vllm_engine, vllm_model, vllm_weights
 from tests.rollout_vllm.replay import Replay
 

@@ -30,6 +30,12 @@ class ServerProcess:
     url: str
     process: subprocess.Popen[bytes]
 
+    def pause(self) -> None:
+        """Stop the steps of the server. Its requests wait."""
+        request = urllib.request.Request(f"{self.url}/pause?mode=keep", method="POST")
+        with urllib.request.urlopen(request, timeout=60):
+            pass
+
     def kill(self) -> None:
         """End the server and its workers at once."""
         os.killpg(self.process.pid, signal.SIGKILL)

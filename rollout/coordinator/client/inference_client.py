@@ -232,7 +232,7 @@ class InferenceClient(ClientControlCalls):
 
     def stop(self) -> None:
         """Fail pending futures, disconnect, and close the socket. The coordinator aborts unfinished
-        requests. A second call does nothing."""
+        requests. Legal in any state. A second call does nothing."""
         is_first, self._is_stopped = not self._is_stopped, True
         if not is_first or self._link is None or self._loop is None:
             return

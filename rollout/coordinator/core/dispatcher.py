@@ -78,8 +78,8 @@ class Dispatcher:
     engine grants room as credit. All samples of a group go to one engine, even if it has room for
     only one.
 
-    A request is on its last chance if it fails with the next failure of an engine. Such requests
-    wait in a queue of their own. Each engine gets one of them at a time, so that an engine's
+    A request is on its last chance if one more failed engine makes it fail. Such requests wait in a
+    queue of their own. Each engine gets one of them at a time, so that an engine's
     failure shows which request causes it."""
 
     def __init__(

@@ -510,6 +510,7 @@ class Registry:
         """Remove an engine, and queue its requests for other engines.
 
         `RequestLifecycle.requeue` fails aborted requests and requests with too many failed engines.
+
         suspects: requests that may have made the engine fail; None for all that it may have been
             running.
         sends_nack: send the engine a Nack, after which it can register again.

@@ -63,9 +63,8 @@ class Recent(OrderedDict[K, V]):
 
 @dataclass(slots=True, eq=False)
 class ClientSession:
-    """One connected client. The session ends when the client disconnects or its lease runs out.
+    """One client, until it disconnects or its lease runs out. Only its own methods change it.
 
-    Only its own methods change it.
     identity: identity of the client's latest connection.
     requests: unfinished requests and requests with a kept reply, by the client's request ids.
     request_bytes: bytes of prompts and params of unfinished requests.
@@ -176,9 +175,9 @@ class ClientSession:
 
 @dataclass(slots=True, eq=False)
 class EngineSession:
-    """One registered engine. It gets requests and most commands only while `is_ready`.
+    """One registered engine. It gets requests and most commands only while `is_ready`. Only its own
+    methods change it.
 
-    Only its own methods change it.
     session: number of this registration, which the engine's Credit messages repeat.
     max_held: most requests that are assigned to the engine at a time.
     num_granted: requests that the engine accepts, counted since it registered.

@@ -264,8 +264,8 @@ class Link:
     status: returns the EngineStatus for each heartbeat; None makes this a client's link.
     on_news: called when `receive` has something to return after it had nothing. It must not block.
 
-    The link's thread calls these three functions. `handshake` and `status` must not wait for the
-    owner's thread, which may be in a step.
+    The link's thread calls these three functions. `handshake` and `status` must neither wait for
+    the owner's thread, which may be in a step, nor disturb it.
 
     Messages wait while there is no session. After the next handshake the link repeats messages that
     may have been lost with the connection. So a message may arrive twice, but none is lost. An

@@ -288,8 +288,8 @@ class DealerSocket:
         return self.socket in ready, self._monitor in ready
 
     def events(self) -> Iterator[int]:
-        """Yield the connection events since the last call."""
-        # Polling costs as much as receiving a message: call only if `wait` has reported events.
+        """Yield the connection events since the last call. Call it only if `wait` has reported
+        events, because polling costs as much as receiving a message."""
         while not self._monitor.closed and self._monitor.poll(0):
             yield recv_monitor_message(self._monitor)["event"]
 

@@ -52,6 +52,8 @@ class ProtocolVersionError(ProtocolError):
 
 
 class _Handshake(msgspec.Struct, array_like=True):
+    """First fields of a Connect or Register in every protocol version."""
+
     header: int
     protocol_version: int
 

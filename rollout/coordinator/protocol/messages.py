@@ -308,9 +308,9 @@ class Disconnect(Message, frozen=True, kw_only=True, tag=60):
 
 
 class SubmitRequest(Message, WithColumns, frozen=True, kw_only=True, tag=20):
-    """Client -> coordinator: samples of one prompt, which go to one engine.
+    """Client -> coordinator: samples of one prompt, which go to one engine. A known request id is
+    not accepted again.
 
-    A known request id is not accepted again.
     prompt_tokens: int32 [n].
     priority: higher priorities come first.
     deadline_s: seconds from arrival; None for no limit.
@@ -359,6 +359,7 @@ class EngineReply(Message, frozen=True, kw_only=True, tag=21):
     """Engine -> coordinator -> client: the end of a request.
 
     The sender keeps the reply until it gets a ReplyAck. A refusal of a submission is not kept.
+
     record: packed by `pack_record`; None if there is only an `error`.
     is_failed: whether the request's status is FAILED."""
 

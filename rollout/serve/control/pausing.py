@@ -197,6 +197,7 @@ class Pausing:
             await self._requests_ended(changed)
 
     async def _requests_ended(self, mode_changed: asyncio.Event) -> None:
+        """Wait until no request runs or `mode_changed` is set."""
         waits = [self._live.all_ended(), mode_changed.wait()]
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:

@@ -135,6 +135,7 @@ async def join_group(
 
 
 def _end_started(starting: asyncio.Future[ChildProcess]) -> None:
+    """End a receiver whose caller was cancelled while it started."""
     if not starting.cancelled() and starting.exception() is None:
         receiver = starting.result()
         receiver.kill()

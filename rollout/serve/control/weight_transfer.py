@@ -264,9 +264,9 @@ class WeightTransfer:
             await self._pausing.set_generation_epoch(version)
 
     async def load(self, directory: str, label: str | None) -> WeightUpdateReport:
-        """Commit the weights of the checkpoint in `directory` and return the engines' report.
-        Raises WeightUpdateError if the directory is not allowed or the engines refuse the
-        weights."""
+        """Commit the weights of the checkpoint in `directory`, and return the engines' report.
+        `label` is as in `commit`. Raises WeightUpdateError if the directory is not allowed or the
+        engines refuse the weights."""
         checkpoint = await asyncio.to_thread(self._roots.open, directory)
 
         async def load() -> WeightUpdateReport:  # runs to its end even if the caller is cancelled

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
+from typing_extensions import Self
 
 from rollout.generated_text import StreamedText
 from rollout.requests.dynamic_request import DynamicInferenceRequest

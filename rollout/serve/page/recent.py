@@ -98,7 +98,7 @@ def shown_sample(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
     log_probs = request.generated_log_probs
     shown = slice(0, MAX_SHOWN_TOKENS)
     prompt = request.prompt_tokens[-MAX_SHOWN_PROMPT_TOKENS:].tolist()
-    between = np.asarray(request.tpot or [], dtype=np.float64)[1:]  # [0]: from the entry
+    between = np.asarray(request.tpot or [], dtype=np.float64)[1:]  # without the first token's
     between = between[np.isfinite(between)]  # NaN for tokens of an engine that failed
     return {
         "serial": sample.serial,

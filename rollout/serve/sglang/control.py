@@ -266,7 +266,7 @@ async def _update_from_distributed(request: web.Request, body: DistributedBody) 
         )
     if body.abort_all_requests:
         request.app[STATE].live.abort()
-    # The end of the pause is all by which SGLang's clients mark the end of an update.
+    # SGLang's clients mark the end of an update only by the end of the pause.
     if control.pausing.mode is not None and not control.transfer.is_open:
         control.transfer.begin()
     await control.transfer.receive(

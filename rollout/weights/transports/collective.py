@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -22,7 +20,7 @@ from torch import Tensor
 from rollout.addresses import host_towards, tcp_address
 from rollout.backends.shared_buffer import DEVICE, require_place
 from rollout.errors import ConfigError, WeightUpdateError
-from rollout.parallel.stores import connect_store, open_store
+from rollout.parallel.stores import connect_store
 from rollout.weights.source import WeightsSource
 from rollout.weights.transports.buckets import (
     SHARED_PLACES,
@@ -35,6 +33,14 @@ from rollout.weights.transports.buckets import (
     SharedBucket,
 )
 from rollout.weights.transports.reading import TensorReader, terms_of
+from rollout.weights.transports.sent import (
+    OVER,
+    RolledBackError,
+    SentTransport,
+    put,
+    read,
+    wait_for,
+)
 from rollout.weights.update import NamedTensors
 
 BUCKET_BYTES = 64 << 20
@@ -53,11 +59,7 @@ class _Push:
     named_tensors: NamedTensors
     source: WeightsSource
     num_announced: int = 0
-    is_rolled_back: bool = False
-
-
-class _RolledBackError(WeightUpdateError):
-    """The push was rolled back while it was sent."""
+    is_over: bool = False
 
 
 # ---- the rendezvous of a push, in the sender's TCPStore
@@ -66,10 +68,6 @@ class _RolledBackError(WeightUpdateError):
 # many engines have arrived as the coordinator asked to stage, the sender writes the GroupPlan: the
 # group, and each engine's rank. If the same engines arrive with the same group, it is reused. The
 # id of a push begins with its number, so that a late engine sees that the push is over.
-
-OVER = "over"  # key of the number of the last push whose other keys were removed
-_POLL_S = 0.002, 0.02  # the first and the longest pause between checks
-T = TypeVar("T")
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True):
@@ -99,31 +97,10 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True):
     address: str = ""
 
 
-def wait_for(store: Any, key: str, check: Callable[[], object]) -> bytes:
-    """Wait until `key` is in the store, and return its value. `check` is called meanwhile, and can
-    raise to cancel. Raises RuntimeError if the store is closed."""
-    pause_s, longest_s = _POLL_S
-    while not store.check([key]):
-        check()
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
-    return bytes(store.get(key))
-
-
-def put(store: Any, key: str, value: Any) -> None:
-    """Encode `value` and write it to the store. Raises RuntimeError if the store is closed."""
-    store.set(key, msgspec.msgpack.encode(value))
-
-
-def read(encoded: bytes, kind: type[T]) -> T:
-    """Decode a message of type `kind`. Raises msgspec.MsgspecError if it is malformed."""
-    return msgspec.msgpack.decode(encoded, type=kind)
-
-
 # ---- the trainer's side
 
 
-class CollectiveTransport:
+class CollectiveTransport(SentTransport[_Push]):
     """A WeightTransport whose `send` forms a group with the engines and broadcasts the tensors.
 
     The transport listens at `host`, and reuses the group for the next push. Groups of
@@ -147,23 +124,14 @@ class CollectiveTransport:
         ConfigError for an invalid `bucket_bytes`, or if it cannot listen at `host`."""
         if bucket_bytes < 8 or bucket_bytes % 8:
             raise ConfigError(f"bucket_bytes={bucket_bytes} must be a multiple of 8, above 0")
+        super().__init__(host, stall_timeout_s)
         self._host, self._backend, self._stall_s = host, backend, stall_timeout_s
         self._bucket_bytes = bucket_bytes
         self._reject_non_finite = reject_non_finite
-        try:
-            self._store, self._port = open_store(host, stall_timeout_s)
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"no engine can reach weights at {host!r}: {error}") from error
-        put(self._store, OVER, 0)
-        self._num_pushes = 0
-        self._sending = threading.Lock()  # held while a push is sent
         self._path: BucketPath | None = None
         self._group = ""  # name of the group
         self._engines: tuple[str, ...] = ()  # ids of ranks 1, 2, ... of the group
-        self._push: _Push | None = None
-        self._unsent: _Push | None = None  # the push that `send` will send
         self._old: _Push | None = None  # the push whose keys are still in the store
-        self.committed: WeightsSource | None = None
 
     def publish(
         self, named_tensors: NamedTensors, *, builds_on: str | None = None
@@ -183,23 +151,20 @@ class CollectiveTransport:
             is_kept=False,
             builds_on=builds_on,
         )
-        self._push = self._unsent = _Push(self._num_pushes, push_id, named_tensors, source)
-        return source
+        return self._start(_Push(self._num_pushes, push_id, named_tensors, source))
 
     def send(self, source: WeightsSource) -> None:
         """Form the group with the engines that arrive, and send the tensors. Returns early if the
         push is rolled back. Raises WeightUpdateError if a tensor cannot be read, or if an engine
         disconnects or takes too long."""
-        push, self._unsent = self._unsent, None  # also if it was rolled back meanwhile
-        assert push is not None, "it was published"
-        assert push.source is source, "and nothing after it"
+        push = self._take(source)
         with self._sending:
             self._remove_keys(self._old)
             self._old = push
             try:
                 self._form_group(push)
                 end = self._send_buckets(push)
-            except _RolledBackError as error:
+            except RolledBackError as error:
                 end = PushEnd(push.num_announced, "", str(error))
             except BaseException as error:
                 is_ours = isinstance(error, WeightUpdateError)
@@ -208,29 +173,7 @@ class CollectiveTransport:
                 raise
             self._end(push, end)
 
-    def commit(self) -> None:
-        """Record the source as committed. The weights themselves are not kept."""
-        if self._push is not None:
-            self.committed, self._push = self._push.source, None
-
-    def roll_back(self) -> None:
-        """End the push. A running `send` sends no further bucket and returns."""
-        push, self._push = self._push, None
-        if push is not None:
-            push.is_rolled_back = True
-
-    def close(self) -> None:
-        """End a running push, leave the group and close the store. A second call does nothing."""
-        self.roll_back()
-        with self._sending:
-            self._leave()
-            self._store = self.committed = None
-
     # ---- one push, in the thread of `send`
-
-    def _check(self, push: _Push) -> None:
-        if push.is_rolled_back or self._store is None:
-            raise _RolledBackError("the push was rolled back")
 
     def _form_group(self, push: _Push) -> None:
         """Wait for the engines and form their group. Reuse the group of the push before if the

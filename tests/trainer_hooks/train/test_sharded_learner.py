@@ -21,11 +21,7 @@ from rollout.errors import ConfigError, WeightUpdateError
 from tests.processes import PROCESSES
 from tests.trainer_hooks.fakes import FakeLLM
 from tests.trainer_hooks.train.grpo_settings import tiny_settings
-from tests.trainer_hooks.train.sharded_ranks import (
-    begin,
-    train,
-    train_as_rank,
-)
+from tests.trainer_hooks.train.sharded_ranks import begin, train, train_as_rank
 from trainer_hooks import WeightSync
 from trainer_hooks.train.job import JobSettings
 from trainer_hooks.train.learner import Learner
