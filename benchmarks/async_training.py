@@ -115,6 +115,7 @@ def figures_of(kind: str, seed: int, rows: Sequence[dict[str, float]]) -> RunFig
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the 90% bootstrap interval of the mean of per-seed differences."""
     rng = np.random.default_rng(0)
     draws = rng.choice(differences, size=(NUM_RESAMPLES, len(differences))).mean(axis=1)
     low, high = np.quantile(draws, [0.05, 0.95])

@@ -190,7 +190,7 @@ class Bench:
             yield list(itertools.islice(turn, length))
 
     def prefill_ratio(self, case: Case) -> tuple[float, float]:
-        """Return attention's GFLOP/s, and its time over that of torch.mm with the same FLOPs."""
+        """Return attention's GFLOP/s, and its time over torch.mm's time for as many FLOPs."""
         problem = Problem(case)
         size = 1024
         a, b = torch.rand(size, size), torch.rand(size, size)

@@ -148,7 +148,7 @@ class TransformersGenerate:
             eos_token_id=None,
             pad_token_id=0,
             cache_implementation=self._cache,
-            disable_compile=True,
+            disable_compile=True,  # on a GPU, transformers would compile with a static cache
             return_dict_in_generate=True,
             output_logits=workload.wants_logprobs,
         )

@@ -12,8 +12,8 @@ A program, run by hand. Clients and engines are processes on loopback, connected
   of clients and Links.
 
 No model runs: engines reply at once with a ready-made record. Throughput is measured with many
-unfinished requests, latency with one request at a time in each client process. CPU seconds are
-those of the relay's or coordinator's process. `benchmarks.routing` adds the cost of a routing
+unfinished requests, latency with one request at a time in each client process. CPU seconds count
+only the relay's or coordinator's process. `benchmarks.routing` adds the cost of a routing
 decision. The program writes a Markdown page and a JSON file.
 """
 

@@ -10,9 +10,9 @@ updated under two sets of names:
 - saved: the names in a saved checkpoint, with a matrix for each part of each expert.
 - live: the names of a live module, with a tensor that stacks one part of all experts.
 
-The column `checked` is the time of staging with a source checksum, and `clone` that of a copy of
-all weights. Times are the best of the rounds. The program prints a Markdown page, and writes it and
-a JSON file.
+The column `checked` is the time of staging with a source checksum, and `clone` the time to copy all
+weights. Times are the best of the rounds. The program prints a Markdown page, and writes it and a
+JSON file.
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def groups_of(bench: Bench) -> dict[str, list[Part]]:
     """Return the parts of each group, most important group first."""
     plan = bench.plan
     large, small = plan.shapes
-    # Updates and suspends of weights page-lock host memory for all weights: they come last.
+    # Updates and suspends of weights page-lock host memory for all weights, so they come after
+    # decode and prefill.
 
     def part(group: str, step: str, what: str, measure: Callable[..., Any], *rest: Any) -> Part:
         kind = step.split()[0]

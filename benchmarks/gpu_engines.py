@@ -227,7 +227,7 @@ def pool_config(
     return InferenceConfig(
         device=device,
         memory_kind=memory_kind,
-        static_kv_memory_pointers=memory_kind != "device",
+        static_kv_memory_pointers=memory_kind != "device",  # other kinds keep their addresses
         block_size_tokens=BLOCK_TOKENS,
         buffer_size_gb=(pool.num_blocks + 0.5) * block_bytes / GIB,
         max_sequence_length=pool.context_len,

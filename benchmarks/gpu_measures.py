@@ -68,6 +68,8 @@ def measure_all_floors(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
+    """Sizes of a decode measurement: rows, their largest context, and numbers of steps."""
+
     batch: int
     context_len: int
     num_warm_up: int
@@ -128,6 +130,7 @@ def decode_window(
         sizes.num_steps
     ):
         raise RuntimeError(f"{num_decoded} tokens in {sizes.num_steps} steps of {sizes.batch} rows")
+    # The engine's counters may be a step behind the device.
     num_new = first.num_sampled_tokens - sampled_before
     at_first = sizes.batch * sizes.prompt_len + num_new
     growth = sizes.batch * sizes.num_steps * (sizes.num_steps - 1) // 2
@@ -314,15 +317,15 @@ def _step(rows: DecodingRows, num_steps: int) -> None:
 def measure_update(bench: Bench, shape: str) -> dict[str, Any]:
     """Measure updates from a trainer's tensors on the same device, while rows decode.
 
-    The first update page-locks host memory, and its figures begin with "first_". The stall is the
-    time of `commit_weights`. It is compared with a copy of the same bytes within the device.
+    Staging backs up the served weights on the host. The first update page-locks that memory, and
+    its figures begin with "first_". The stall is the time of `commit_weights`. It is compared with
+    a copy of the same bytes within the device.
     """
     device, plan = bench.device, bench.plan
     rows = held_rows(bench, shape, plan.num_updates)
     engine, spec = rows.engine, rows.spec
     source = RandomWeights(spec, device.name, seed=1)
     captures = engine.stats().num_graph_captures
-    # Staging backs up the served weights on the host.
     stages, stalls = [], []
     for _ in range(plan.num_updates):
         stage_s, staged = device.timed(lambda: engine.stage_weights(source))

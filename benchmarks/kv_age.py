@@ -57,7 +57,8 @@ from trainer_hooks.update.guarded_step import clip_gradients
 
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "kv_age.png"
 LOSS = PolicyLossConfig(kind="dapo")
-NUM_EXAMPLES, NUM_MEASURED = 8, 2  # samples of each prompt by an engine that is only measured
+NUM_EXAMPLES = 8  # examples in each prompt
+NUM_MEASURED = 2  # samples of each prompt by an engine on whose answers no policy is trained
 _REUSE = {"enable_prefix_caching": True, "prefix_reuse_across_versions": True}
 # Settings of an engine by the bound on the age of its KV, in versions.
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -72,13 +73,13 @@ OLD_WEIGHTS = "old weights"  # the row of tokens that were computed with the wei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """The gap of the tokens that one engine sampled after one update.
+    """The gap of the tokens that one engine sampled at one version.
 
     engine: one of ENGINES, or OLD_WEIGHTS.
     version: version of the engine's weights.
     age: age in versions of the oldest KV that a token attended to, mean over tokens.
     gap: mean absolute difference of the log-probs, in nats.
-    kl: KL divergence of the trainer's policy from the engine's, estimated by k3.
+    kl: KL(engine || trainer) of the two policies, estimated by k3.
     outside: share of tokens whose probabilities differ by more than 20%.
     worst: largest absolute difference of a log-prob.
     """
@@ -148,7 +149,7 @@ def oldest_ages(requests: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
 def train(
     seed: int, num_steps: int, engines: Sequence[str], bounds: Sequence[str], is_small: bool
 ) -> Iterator[Gap]:
-    """Train one policy, and yield the gap of every engine after every update."""
+    """Train one policy on the first engine's answers. Yield each engine's gap at each version."""
     settings = job_of(is_small, seed)
     task = Task(settings.model, settings.data, settings.reward)
     policy, sizes = policy_of(task, is_small), settings.algorithm
@@ -282,6 +283,7 @@ def draw(gaps: Sequence[Gap], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark, print the table and draw the plot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="rows of earlier runs")

@@ -1,6 +1,6 @@
 """The machine of a measurement: its CPU, versions, and this process's memory.
 
-Used by `benchmarks.pages`, `benchmarks.host_step`, `benchmarks.loading`,
+Used by `benchmarks.pages`, `benchmarks.host_step`, `benchmarks.kv_age`, `benchmarks.loading`,
 `benchmarks.memory_cycles`, `benchmarks.trl_step` and `benchmarks.update`. Reads and writes files in
 /proc.
 """

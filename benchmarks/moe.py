@@ -3,7 +3,7 @@
     python -m benchmarks.moe                # three rounds of W1
     python -m benchmarks.moe --small        # seconds: shows that it runs, not how fast
 
-A program, run by hand. The model has random weights and 64 experts, of which each token uses 8.
+A program, run by hand. The model has random weights and 64 experts. Each token uses 8.
 transformers runs with two implementations of experts, "grouped_mm" and "eager". The program prints
 a Markdown page, and writes it and a JSON file to benchmarks/results.
 """
@@ -46,8 +46,7 @@ class TransformersMixture(TransformersGenerate):
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> Results:
-    """Run all rounds of W1, compare our log-probs with a transformers forward pass, return all
-    results."""
+    """Run all rounds of W1, and compare our log-probs with a transformers forward pass."""
     spec = SMALL_MOE if arguments.small else MOE64
     model = transformers_model(spec)
     workload = workloads(spec.vocab_size, is_small=arguments.small)["W1"]

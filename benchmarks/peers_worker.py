@@ -3,8 +3,9 @@
 Used by `benchmarks.peers_rollout`, `benchmarks.peers_transformers`, `benchmarks.peers_vllm`,
 `benchmarks.peers_llama` and `benchmarks.peers_openvino`. `WorkerProcess` in
 `benchmarks.peers_process` sends the requests. `benchmarks.coordinator_fleet` and
-`benchmarks.serving_processes` use the functions for CPU times. This module needs only the standard
-library and NumPy, because the process runs in the engine's own environment.
+`benchmarks.serving_processes` use the functions for CPU times, and `benchmarks.peers_environments`
+uses KV_CACHE_GIB. This module needs only the standard library and NumPy, because the process runs
+in the engine's own environment.
 
 A request is a line of JSON on stdin. Its reply is a line of JSON on stdout:
 

@@ -180,7 +180,7 @@ def oracle_steps(workload: Workload, num_blocks: int) -> int:
     """Return the number of steps of an oracle that knows every length.
 
     The oracle starts requests in order of arrival. A request starts once all blocks that it will
-    ever need fit beside those of the running requests, so the oracle never evicts.
+    ever need fit beside the running requests' blocks, so the oracle never evicts.
     """
     longest = max(workload.lengths)
     used = np.zeros(longest + 1, dtype=np.int64)  # blocks in each step from now on

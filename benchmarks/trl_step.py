@@ -3,10 +3,11 @@
     python -m benchmarks.trl_step            # ten minutes; needs SmolLM2 (extra smollm2) and trl
     python -m benchmarks.trl_step --small    # seconds, with a random model: shows that it runs
 
-A program, run by hand. The step is that of `rollout train --config-name smollm`: 8 samples for each
-of 8 prompts. Three kinds of step run in child processes, each on one thread: TRL alone, TRL with
-this engine, and this package. This package updates on the rollouts of TRL alone, so losses and
-gradient norms of the two must agree. The program prints a Markdown table.
+A program, run by hand. `benchmarks.kv_age` imports `policy_of` and `rewards_of`. The measured step
+is one of `rollout train --config-name smollm`: 8 samples for each of 8 prompts. Three kinds of step
+run in child processes, each on one thread: TRL alone, TRL with this engine, and this package. This
+package updates on the rollouts of TRL alone, so losses and gradient norms of the two must agree.
+The program prints a Markdown table.
 """
 
 from __future__ import annotations

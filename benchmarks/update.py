@@ -6,8 +6,8 @@
 A program, run by hand. `benchmarks.pushes` imports `load_policy`. It computes loss and gradients of
 8 rollouts of one prompt, in float32 on one thread. The ways are whole rows, trees that compute the
 shared prompt once, and trees with gradient checkpointing or autocast. Each way runs in a child
-process. The program prints the least CPU seconds, the peak memory, and the largest difference of
-gradients from those of whole rows.
+process. The program prints the least CPU seconds, the peak memory, and the largest difference from
+the gradients of whole rows.
 """
 
 from __future__ import annotations

@@ -148,19 +148,18 @@ class Pair:
     def measure_steps(self) -> list[tuple[float, float]]:
         """Return the CPU seconds of neighbouring steps of vLLM alone and of Engine."""
         return [
-            (seconds_of(self._steps[0]).cpu, seconds_of(self._steps[1]).cpu) for _ in self._turns()
+            (seconds_of(self._steps[0]).cpu, seconds_of(self._steps[1]).cpu) for _ in self._pairs()
         ]
 
     def measure_updates(self) -> list[tuple[Seconds, Seconds, Seconds]]:
         """Return the seconds of neighbouring updates: vLLM's reload, then Engine's staging and
         commit."""
+        self._update()  # the first one touches new memory
         found = []
-        for index in self._turns():
-            reload, stage, commit = self._update()
-            if index:  # the first ones touch new memory
-                found.append((reload, stage, commit))
+        for _ in self._pairs():
             for step in self._steps:
                 step()
+            found.append(self._update())
         return found
 
     def _update(self) -> tuple[Seconds, Seconds, Seconds]:
@@ -175,10 +174,10 @@ class Pair:
         )
         return reload, stage, commit
 
-    def _turns(self) -> Iterator[int]:
+    def _pairs(self) -> Iterator[int]:
         start = time.perf_counter()
         for index in range(self._max_pairs):
-            if index > _MIN_PAIRS and time.perf_counter() - start > self._limit_s:
+            if index >= _MIN_PAIRS and time.perf_counter() - start > self._limit_s:
                 return
             yield index
 

@@ -4,6 +4,7 @@
 
 writes a model and sums of two numbers with two digits. examples/sums.yaml is the config of a job
 that names these files and `is_right`.
+
 model/ is a Qwen3 of 0.1M parameters with random weights, and its tokenizer. questions.jsonl and
 held_out.jsonl have right answers. homework.jsonl has answers that forget the carries in three sums
 of four. A warm-up on the homework teaches the model to add column by column, and mostly to forget

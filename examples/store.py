@@ -27,7 +27,7 @@ from trainer_hooks.environments import ToolCallError, ToolEnvironment, tool
 
 ITEMS = ("fig", "pear", "plum", "lemon", "melon", "apple")
 LARGEST_PRICE = 9
-CARELESS_SHARE = 0.8  # fraction of demonstrations that buy the next item
+CARELESS_SHARE = 0.8  # fraction of demonstrations that ask for the next item's price
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 CHAT_TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}

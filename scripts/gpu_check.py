@@ -65,9 +65,7 @@ def first_parts(packages: Path) -> list[Part]:
 
 
 def again_parts(packages: Path, tests: Path) -> list[Part]:
-    """Return the parts that repeat the tests in the file `tests`, measure and run NVIDIA's
-    tools.
-    """
+    """Return the parts that run the tests in the file `tests`, the benchmark and NVIDIA's tools."""
     files, metered, kernels = files_of(tests), "meters_memory", "benchmarks/gpu_kernels.py"
     runs = [
         pytest_part(
@@ -133,6 +131,7 @@ def pytest_part(
 
     `marks`: pytest's marker expression.
     `only`: file of the node ids to run. None runs all.
+
     A test that runs for half of `limit_s` ends its process.
     """
     options = ["-p", "no:cacheprovider", "--tb=short", "--continue-on-collection-errors"]

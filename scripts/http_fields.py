@@ -5,7 +5,8 @@
     python scripts/http_fields.py page           # writes docs/reference/http-fields.md
 
 Run by hand. Tests compare the page and the list with the structs of requests. `peers` downloads
-the released packages from PyPI. It parses their sources and never runs them.
+the released packages from PyPI into a temporary folder. It parses their sources and never runs
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _JSON = {"Accept": "application/vnd.pypi.simple.v1+json"}
 class Package:
     """A released package.
 
-    `file`: name of its source distribution on PyPI, or of a wheel if there is none.
+    `file`: name of its source distribution on PyPI, or else of a wheel.
     `root`: folder of the package's sources inside that file.
     """
 

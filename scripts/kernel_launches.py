@@ -139,6 +139,8 @@ def with_variants(lines: Iterable[str]) -> list[str]:
 
 
 class _OfflineDriver:
+    """The part of a Triton driver that its just-in-time compiler calls before a launch."""
+
     def get_current_target(self) -> GPUTarget:
         return H100
 
@@ -217,6 +219,8 @@ class Compiler:
 
 
 class _Module:
+    """Stands for a module that was compiled and not loaded. Every attribute is None."""
+
     def __getattr__(self, name: str) -> None:
         return None
 
@@ -232,6 +236,7 @@ def compile_launch(line: str) -> Any:
 
 
 def _argument(described: Any) -> Any:
+    """Return an argument for which Triton compiles the same kernel as for the recorded one."""
     if not isinstance(described, list):
         return described
     kind, name, *is_aligned = described

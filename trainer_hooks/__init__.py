@@ -11,7 +11,8 @@
     update     update_policy runs the passes, minibatches and micro-batches of one step.
                replay_routing makes a mixture of experts use the experts that sampled the tokens.
                ReferencePolicy computes the log-probs of a fixed model.
-    push       WeightSync. Ranks without an engine call join_push. full_tensors, merged_tensors
+    push       WeightSync. Ranks without an engine call join_push. full_tensors and merged_tensors
+               read a trainer's weights.
     measure    evaluate, MetricsLogger. trainer_hooks.metrics has more.
     save       save_checkpoint, find_checkpoint, load_checkpoint, WeightsVersionCounter
 

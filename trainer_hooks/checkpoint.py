@@ -99,7 +99,7 @@ def save_checkpoint(
     Unfinished checkpoints of killed processes are deleted.
     `policy`, `tokenizer`: written by their `save_pretrained`. Without a tokenizer the checkpoint
     has no tokenizer files.
-    `optimizer`, `scheduler`: their `state_dict()` is written.
+    `optimizer`, `scheduler`: their `state_dict()` is written. `scheduler` may be None.
     `own_state`: further state of the run as tensors, numbers, text, lists and dicts.
     `read_own_state` returns it.
     `keep`: number of checkpoints to keep, including this one. Older ones are deleted. Checkpoints

@@ -16,7 +16,8 @@ from pathlib import Path
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replace `path` by the file that `write` writes. Makes missing parent directories.
 
-    `write`: called with a temporary path in the same directory, which is then renamed to `path`.
+    `write`: called with a temporary path in the same directory. The file is then flushed to the
+    disk and renamed to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name}.tmp")

@@ -170,8 +170,10 @@ def diagnose(
 
 
 def notes_on(turns: Sequence[Turns] | None) -> list[str]:
-    """Return a note if the versions of any request's KV are bounds. `turns`: each row's requests;
-    None if they are unknown."""
+    """Return a note if the versions of any request's KV are bounds.
+
+    `turns`: each row's requests, or None if unknown.
+    """
     bounded = [turn for row in turns or () for turn in row if turn.kv_versions_are_bounds]
     if not bounded:
         return []

@@ -127,7 +127,9 @@ def explain(case: Case, hypothesis: Hypothesis) -> Explanation:
 
 
 def _explain_noise(case: Case, hypothesis: Hypothesis, gap_rms: float) -> tuple[float, float, bool]:
-    # The gap between two computations is `factor` times the noise of one computation.
+    """Return `share`, `residual_rms` and `is_whole` of a hypothesis that predicts noise."""
+    # The gap between two computations is `factor` times the noise of one computation. The share
+    # stays below a half if the gap's size does not fit.
     factor = case.tolerance.rms / case.tolerance.noise_rms
     largest = float(case.gap_N.abs().max())
     if hypothesis.noise_rms <= case.tolerance.rms:

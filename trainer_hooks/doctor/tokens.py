@@ -82,8 +82,9 @@ class ExaminedTokens:
         return None if turn is None else turn.sampling_params
 
     def num_generated_before(self, index: int) -> int:
-        """Return how many tokens the turn of token `index` had generated before. Needs a known
-        turn.
+        """Return how many tokens the turn of token `index` had generated before.
+
+        Needs a known turn.
         """
         turn = self.turn_of(index)
         assert turn is not None, f"token {index} has no known turn"

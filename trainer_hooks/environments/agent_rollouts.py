@@ -83,9 +83,12 @@ class AgentRollouts(ABC):
         """Release resources that rollouts share. A second call does nothing."""
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Return the rollout of one sample. Raises errors of the llm, ConfigErrors of `run` and of
-        chat requests with unsupported settings. Raises EnvironmentFailed if `max_first_failures`
-        rollouts failed and none succeeded."""
+        """Return the rollout of one sample.
+
+        Raises errors of the llm, ConfigErrors of `run` and of chat requests with unsupported
+        settings. Raises EnvironmentFailed if `max_first_failures` rollouts failed and none
+        succeeded.
+        """
         session = ChatSession(llm, self._tokenizer, self._template_options)
         try:
             fields = await in_time(self.run(session, llm.columns), self._timeout_s)

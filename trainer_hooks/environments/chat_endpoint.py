@@ -1,6 +1,6 @@
 """ChatEndpoint: serves chat completions over HTTP on 127.0.0.1, for agents in other processes.
 
-Used by `trainer_hooks.environments.verifiers_v1`. It listens on a TCP port.
+Used by `trainer_hooks.environments.verifiers_v1`. A ChatEndpoint listens on a TCP port.
 """
 
 from __future__ import annotations

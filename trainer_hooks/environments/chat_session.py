@@ -1,8 +1,8 @@
 """ChatSession: answers an agent's chat completions and records them as the turns of one rollout.
 
-`trainer_hooks.environments.agent_rollouts` makes one for each rollout.
+`trainer_hooks.environments.agent_rollouts` makes a ChatSession for each rollout.
 `trainer_hooks.environments.chat_endpoint` and the client in `trainer_hooks.environments.verifiers`
-call it. It keeps the turns in memory.
+call it. A ChatSession keeps the turns in memory.
 """
 
 from __future__ import annotations
@@ -102,10 +102,12 @@ class ChatSession:
         self._has_failed_turn = False
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to `body`: a chat.completion with token ids and log-probs. The body's
-        `stop` and `stop_token_ids` add to the producer's. The lower `max_tokens` applies. All other
-        sampling settings are the producer's. Raises ContextTooLongError, TurnFailedError,
-        ConfigError for unsupported settings, and errors of generation."""
+        """Return the reply to `body`: a chat.completion with token ids and log-probs.
+
+        The body's `stop` and `stop_token_ids` add to the producer's. The lower `max_tokens`
+        applies. All other sampling settings are the producer's. Raises ContextTooLongError,
+        TurnFailedError, ConfigError for unsupported settings, and errors of generation.
+        """
         try:
             # The openai package sends the keys of extra_body at the top level.
             own = {name: value for name, value in body.items() if name != "extra_body"}

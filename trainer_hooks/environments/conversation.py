@@ -1,7 +1,7 @@
 """Conversation: turns chat messages into token ids without tokenising sampled text again.
 
 Used by `trainer_hooks.environments.episodes`, `trainer_hooks.environments.chat_session` and users'
-rollout functions. It keeps the conversation's text, ids and requests in memory.
+rollout functions. A Conversation keeps its text, ids and requests in memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from trainer_hooks.rollouts import Rollout
 
 # A code point that no text contains. The texts on its two sides are tokenised separately.
 _CUT = "\ufdd0"
-_NUM_LAST = (
-    200  # last characters of a prompt that are searched for markup which the reply continues
-)
+# Last characters of a prompt, which are searched for markup that the reply continues.
+_NUM_LAST = 200
 
 
 class Conversation:
@@ -39,7 +38,8 @@ class Conversation:
     The chat template renders all messages as text, with each turn of the model exactly as
     generated. If the new text extends the previous text, the ids are the previous ids, the sampled
     ids, and the ids of the added text. Otherwise the whole text is tokenised and starts a new token
-    sequence. Templates that drop earlier thinking, and edited messages, have this effect.
+    sequence. Templates that drop earlier thinking, and edited messages, have this effect. So every
+    prompt is exactly the template's text of the messages.
 
     Special tokens come only from the template and the model. Text such as "<|im_end|>" in any other
     message is tokenised as plain text.

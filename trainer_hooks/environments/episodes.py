@@ -96,9 +96,11 @@ class EnvironmentRollouts:
         self._faults = FaultCounter(str(getattr(make, "__name__", make)), max_first_failures)
 
     async def __call__(self, llm: RolloutLLM, prompt: Any) -> Rollout:
-        """Return the rollout of one sample. Raises errors of generation, ConfigErrors of the
-        environment, and EnvironmentFailed if `max_first_failures` rollouts failed and none
-        succeeded."""
+        """Return the rollout of one sample.
+
+        Raises errors of generation, ConfigErrors of the environment, and EnvironmentFailed if
+        `max_first_failures` rollouts failed and none succeeded.
+        """
         try:
             environment = await self._pool.acquire()
         except EnvironmentFault as fault:

@@ -62,9 +62,11 @@ class FaultCounter:
 
 
 async def in_time(work: Coroutine[Any, Any, Result], timeout_s: float | None) -> Result:
-    """Return the result of `work`. Raises EnvironmentFault if it takes longer than `timeout_s`.
-    None sets no limit. If the caller is cancelled or the time is over, `work` is cancelled and ends
-    before this function does."""
+    """Return the result of `work`.
+
+    Raises EnvironmentFault if `work` takes longer than `timeout_s`. None sets no limit. If the
+    caller is cancelled or the time is over, `work` is cancelled and ends before this function does.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

@@ -17,12 +17,14 @@ from trainer_hooks.environments.protocol import Environment, Message, ModelTurn,
 
 
 class OpenEnvironment(Environment):
-    """A session with an OpenEnv server, which is kept from episode to episode. The content of each
-    turn becomes the field `action_field` of the server's action. Each observation becomes a user
-    message with its field `observation_field`. If `observation_field` is None, the message has the
-    whole observation as JSON. Override `action` and `message` to change this. The reward is the sum
-    of the steps' rewards, and the state is the server's. `max_environments` of EnvironmentRollouts
-    must not exceed the server's `max_concurrent_envs`."""
+    """A session with an OpenEnv server, which is kept from episode to episode.
+
+    The content of each turn becomes the field `action_field` of the server's action. Each
+    observation becomes a user message with its field `observation_field`. If `observation_field` is
+    None, the message has the whole observation as JSON. Override `action` and `message` to change
+    this. The reward is the sum of the steps' rewards, and the state is the server's.
+    `max_environments` of EnvironmentRollouts must not exceed the server's `max_concurrent_envs`.
+    """
 
     def __init__(
         self,

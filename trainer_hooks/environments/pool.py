@@ -45,8 +45,10 @@ class HostedEnvironment:
 
     @property
     def tools(self) -> Any:
-        """Return the schemas of the environment's tools, or () before the first method call. Raises
-        EnvironmentFault if the property raises an error other than ConfigError."""
+        """Schemas of the environment's tools, or () before the first method call.
+
+        Raises EnvironmentFault if the property raises an error other than ConfigError.
+        """
         try:
             return getattr(self._environment, "tools", ())
         except Exception as error:  # the user's code may raise anything
@@ -56,9 +58,11 @@ class HostedEnvironment:
             raise EnvironmentFault("tools_error", f"tools raised {error!r}") from error
 
     async def call(self, name: str, *args: Any, timeout_s: float | None) -> Any:
-        """Return the result of method `name`, or None if the environment has no such method. Raises
-        EnvironmentFault if the method raises or exceeds `timeout_s`. ConfigError, and a
-        ToolCallError of `step`, pass through."""
+        """Return the result of method `name`, or None if the environment has no such method.
+
+        Raises EnvironmentFault if the method raises or exceeds `timeout_s`. ConfigError, and a
+        ToolCallError of `step`, pass through.
+        """
         task = self._task = asyncio.ensure_future(self._run(name, args))
         task.add_done_callback(_retrieve_exception)
         was_reusable, self.is_reusable = self.is_reusable, False
@@ -128,7 +132,7 @@ class HostedEnvironment:
         if inspect.iscoroutinefunction(function):
             try:
                 return await work()
-            except SystemExit as error:  # SystemExit ends the event loop
+            except SystemExit as error:  # it would end the event loop
                 raise RuntimeError(repr(error)) from error
         result = await self._thread.submit(work)
         return await result if inspect.isawaitable(result) else result
@@ -182,7 +186,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    else:  # a future cannot hold StopIteration, and SystemExit ends the event loop
+    else:  # a future cannot hold StopIteration, and SystemExit would end the event loop
         future.set_exception(RuntimeError(repr(error)))
 
 
@@ -199,9 +203,12 @@ def _retrieve_exception(task: asyncio.Task[Any]) -> None:
 
 
 class EnvironmentPool:
-    """At most `max_environments` environment instances in use. A pool serves one event loop. An
-    instance whose episode had no fault is reused. Any other instance is closed when its last method
-    returns, and no longer counts as in use even if it hangs."""
+    """At most `max_environments` environment instances in use.
+
+    A pool serves one event loop. An instance whose episode had no fault is reused. Any other
+    instance is closed when its last method returns, and no longer counts as in use even if it
+    hangs.
+    """
 
     def __init__(self, make: MakeEnvironment, max_environments: int) -> None:
         """Start without instances. `make` returns a new one. Raises ConfigError for

@@ -83,23 +83,29 @@ class Environment(Protocol):
     def reset(
         self, row: Mapping[str, Any]
     ) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Start the episode of `row`, which has the prompt's columns and the prompt itself as
-        "prompt". Discards the last episode's state. Returns messages to append to the prompt's
-        messages, or None."""
+        """Start the episode of `row`: the prompt's columns, and the prompt itself as "prompt".
+
+        Discards the last episode's state. Returns messages to append to the prompt's messages, or
+        None.
+        """
         ...
 
     def step(self, turn: ModelTurn) -> Step | Awaitable[Step]:
-        """Return the answer to a turn of the model. The turn's calls name tools of `tools` and have
-        JSON objects as arguments. All other calls are removed from the turn, and the model gets an
-        error for each."""
+        """Return the answer to a turn of the model.
+
+        The turn's calls name tools of `tools` and have JSON objects as arguments. All other calls
+        are removed from the turn, and the model gets an error for each.
+        """
         ...
 
     def reward(
         self,
     ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float] | None] | None:
-        """Return the reward to add to the steps' rewards. Called once at the end of an episode. A
-        mapping has named parts, which are summed. None adds nothing. If no step has a reward
-        either, the reward function scores the episode."""
+        """Return the reward to add to the steps' rewards.
+
+        Called once at the end of an episode. A mapping has named parts, which are summed. None adds
+        nothing. If no step has a reward either, the reward function scores the episode.
+        """
         return None
 
     def state(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:

@@ -30,9 +30,12 @@ _MARK = "_is_tool"
 
 
 def tool(method: Method) -> Method:
-    """Mark a method of a ToolEnvironment as a tool. The model reads the method's docstring as the
-    tool's description. The annotations define the arguments. Annotate a parameter as
-    `Annotated[int, msgspec.Meta(description="...")]` to describe it."""
+    """Mark a method of a ToolEnvironment as a tool.
+
+    The model reads the method's docstring as the tool's description. The annotations define the
+    arguments. Annotate a parameter as `Annotated[int, msgspec.Meta(description="...")]` to describe
+    it.
+    """
     setattr(method, _MARK, True)
     return method
 
@@ -45,18 +48,21 @@ class _ToolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AsyncCall:
-    """A call of an async tool. The coroutine is created only when it is awaited."""
+    """A call of an async tool. The coroutine is created only when it is awaited, so that none is
+    left over if an earlier call raises or the step is cancelled."""
 
     method: Callable[..., Awaitable[Any]]
     arguments: Mapping[str, Any]
 
 
 class ToolEnvironment(Environment):
-    """Calls the methods marked with `@tool` as the model asks for them. Several calls in one turn
-    run in order, async calls after all others. The model reads a tool's result as text, or as JSON
-    if it is no text. Arguments are checked against the annotations. The model also reads errors for
-    wrong arguments and the ToolCallErrors that tools raise. A turn without a call ends the episode,
-    unless `answer` is overridden."""
+    """Calls the methods marked with `@tool` as the model asks for them.
+
+    Several calls in one turn run in order, async calls after all others. The model reads a tool's
+    result as text, or as JSON if it is no text. Arguments are checked against the annotations. The
+    model also reads errors for wrong arguments and the ToolCallErrors that tools raise. A turn
+    without a call ends the episode, unless `answer` is overridden.
+    """
 
     _tool_specs: ClassVar[Mapping[str, _ToolSpec]] = {}
 

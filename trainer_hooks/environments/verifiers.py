@@ -60,9 +60,11 @@ class VerifiersEnvironment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersEnvironment:
-        """Return the environment that the installed package `name` creates from `args`. Raises
-        ConfigError if verifiers or the package is missing, for arguments that the package refuses,
-        and outside the main thread."""
+        """Return the environment that the installed package `name` creates from `args`.
+
+        Raises ConfigError if verifiers or the package is missing, for arguments that the package
+        refuses, and outside the main thread.
+        """
         load_environment = _import_verifiers().load_environment
         with _own_signal_handlers():
             try:

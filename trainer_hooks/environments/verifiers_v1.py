@@ -5,8 +5,8 @@
             llm, environment.prompts(), None, ..., rollout_fn=environment
         )
 
-Used by users, and by training jobs that name it as `environment.path`. It listens on a TCP port of
-127.0.0.1.
+Used by users, and by training jobs that name it as `environment.path`. The environment listens on a
+TCP port of 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _INDEX = "task_index"
 
 
 class VerifiersV1Environment(AgentRollouts):
-    """A rollout_fn that runs an unmodified `verifiers.v1.Env` with one agent. Enter it as an async
-    context manager before the first rollout. The agent's program requests chat completions over
-    HTTP. A Rollout has the exact tokens of the requests, and the weighted sum of rewards as its
-    reward. Reward terms are the scores of rewards and metrics. The Rollout's state contains the
-    trace's `info`."""
+    """A rollout_fn that runs an unmodified `verifiers.v1.Env` with one agent.
+
+    Enter it as an async context manager before the first rollout. The agent's program requests chat
+    completions over HTTP. A Rollout has the exact tokens of the requests, and the weighted sum of
+    rewards as its reward. Reward terms are the scores of rewards and metrics. The Rollout's state
+    contains the trace's `info`.
+    """
 
     def __init__(self, environment: Any, tokenizer: Any, **options: Any) -> None:
         """Wrap a verifiers.v1.Env. `options` are arguments of AgentRollouts. Raises ConfigError for
@@ -55,9 +57,12 @@ class VerifiersV1Environment(AgentRollouts):
     def load(
         cls, name: str, tokenizer: Any, args: Mapping[str, Any] | None = None, **options: Any
     ) -> VerifiersV1Environment:
-        """Return the environment over the taskset `name`. `args` is its configuration, such as
+        """Return the environment over the taskset `name`.
+
+        `args` is its configuration, such as
         {"taskset": ..., "agent": {"harness": ..., "runtime": ...}}. Raises ConfigError if
-        verifiers.v1 or the taskset is missing, and for unknown fields."""
+        verifiers.v1 or the taskset is missing, and for unknown fields.
+        """
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ImportError as error:

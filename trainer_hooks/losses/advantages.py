@@ -188,7 +188,10 @@ def overlong_penalties(
 def _next_values(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, bootstrap_values_B: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the value of the next trained token at each position (the bootstrap value at last)."""
+    """Return at each position the value of the next trained token.
+
+    After the last trained token it is the bootstrap value, or 0 if none is given.
+    """
     num_rollouts, num_positions = mask_BT.shape
     end_B = values_BT.new_zeros(num_rollouts)
     if bootstrap_values_B is not None:

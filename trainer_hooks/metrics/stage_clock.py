@@ -48,7 +48,8 @@ class StageClock:
     def text(self) -> str:
         """Return text such as "elapsed 2:10, left 8:40", or "" before a stage has begun.
 
-        The time left is omitted if it is unknown.
+        The time left is omitted before the first step is done, after the last one, and if the
+        number of steps is unknown.
         """
         if self._start_s is None:
             return ""

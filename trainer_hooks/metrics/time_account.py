@@ -46,9 +46,7 @@ class StepTimes:
     shares: Mapping[str, float]
 
     def as_metrics(self) -> dict[str, float]:
-        """Return the metrics `timing_s/step`, `timing_s/<category>` and
-        `timing_share/<category>`.
-        """
+        """Return `timing_s/step`, `timing_s/<category>` and `timing_share/<category>`."""
         return {
             "timing_s/step": self.wall_s,
             **{f"timing_s/{name}": value for name, value in self.seconds.items()},

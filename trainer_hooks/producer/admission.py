@@ -96,9 +96,7 @@ class OpenBatch(GroupPool):
                 return
 
     def cancel_older_than(self, version: int) -> None:
-        """Replace running groups begun before `version`, and finished groups with an older
-        token.
-        """
+        """Replace running groups begun before `version`, and finished groups with older tokens."""
         self._cancel([t for t, begun in self.running.items() if begun.version < version], STALE)
         self._drop([g for g, seen in self.finished.items() if seen and seen[0] < version], STALE)
         self.fill()

@@ -17,7 +17,7 @@ Permit = asyncio.Future[None]  # done once it is granted
 class CallLimiter:
     """A semaphore of `num_calls` permits, granted in the order of `acquire`.
 
-    Unlike asyncio's semaphores, it serves all event loops, and any thread can release a permit,
+    Unlike asyncio's semaphores, it serves all event loops. Any thread can release a permit,
     even after the caller's loop was closed.
     """
 

@@ -37,9 +37,11 @@ _GAP = "   "
 
 
 def curve_lines(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Return `values` as `height` lines of block characters, `width` cells wide, with a scale. If
-    there are more values than cells, a cell shows a mean. If there are fewer, a value fills several
-    cells."""
+    """Return `values` as `height` lines of block characters, `width` cells wide, with a scale.
+
+    If there are more values than cells, a cell shows a mean. If there are fewer, a value fills
+    several cells.
+    """
     cells = _resample(values, width)
     low, high = min(cells), max(cells)
     span = (high - low) or 1.0

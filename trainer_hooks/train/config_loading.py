@@ -96,9 +96,12 @@ def _load(kind: type[T], given: Mapping[str, Any], path: str) -> T:
 
 
 def unknown_key_error(key: str, known: Mapping[str, Any], path: str = "") -> ConfigError:
-    """Return the error for a key that does not exist below `path`. `known` has the types of the
-    keys that exist there. The message proposes our name for another system's key, such as TRL's.
-    Otherwise it proposes the same key one level below, the nearest key, or all keys."""
+    """Return the error for a key that does not exist below `path`.
+
+    `known` has the types of the keys that exist there. The message proposes our name for another
+    system's key, such as TRL's. Otherwise it proposes the same key one level below, the nearest
+    key, or all keys.
+    """
     if hint := hint_for(_join(path, key)):
         return ConfigError(f"unknown config key {_join(path, key)}; {hint}")
     parts = {name: dataclass_of(inner) for name, inner in known.items()}
@@ -203,10 +206,12 @@ def _join(path: str, name: str) -> str:
 
 
 def import_object(path: str, setting: str) -> Any:
-    """Return the object at `path`, such as "package.module:name". `setting` is the config key of
-    the path, for errors. Appends the working directory to sys.path if it is missing there. Raises
-    ConfigError for a path without a colon, and for a missing module or name. An error inside the
-    module passes through."""
+    """Return the object at `path`, such as "package.module:name".
+
+    `setting` is the config key of the path, for errors. Appends the working directory to sys.path
+    if it is missing there. Raises ConfigError for a path without a colon, and for a missing module
+    or name. An error inside the module passes through.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ConfigError(f"{setting}={path} is not an import path; give package.module:name")
@@ -239,10 +244,12 @@ def import_object(path: str, setting: str) -> Any:
 
 
 def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
-    """Return the function at `path` with the arguments `options` bound. If `path` names a class,
-    return an instance made with `options`. `setting` is the config key above `path` and `options`,
-    for errors. Raises ConfigError for a path that names nothing callable, and for options that the
-    function does not accept."""
+    """Return the function at `path` with the arguments `options` bound.
+
+    If `path` names a class, return an instance made with `options`. `setting` is the config key
+    above `path` and `options`, for errors. Raises ConfigError for a path that names nothing
+    callable, and for options that the function does not accept.
+    """
     function = import_object(path, f"{setting}.path")
     try:
         inspect.signature(function).bind_partial(**options)
@@ -259,8 +266,10 @@ def import_function(path: str, options: Mapping[str, Any], setting: str) -> Any:
 
 def make_object(path: str, options: Mapping[str, Any], setting: str, *arguments: Any) -> Any:
     """Call the class or function at `path` with `arguments` and `options`. Return the result.
+
     `setting` is the config key above `path` and `options`, for errors. Raises ConfigError for a
-    path that names nothing, and if the call raises TypeError."""
+    path that names nothing, and if the call raises TypeError.
+    """
     make = import_object(path, f"{setting}.path")
     try:
         return make(*arguments, **options)
@@ -426,9 +435,11 @@ _BY_SYSTEM = {"TRL": _TRL, "verl": _VERL, "Megatron-LM": _MEGATRON, "vLLM": _VLL
 
 
 def hint_for(key: str) -> str | None:
-    """Return a text with our name for `key` of another system, or None if no system has it. Leading
-    sections are ignored, as in "algorithm.num_generations" and
-    "actor_rollout_ref.actor.clip_ratio"."""
+    """Return a text with our name for `key` of another system, or None if no system has it.
+
+    Leading sections are ignored, as in "algorithm.num_generations" and
+    "actor_rollout_ref.actor.clip_ratio".
+    """
     names = key.removeprefix("actor_rollout_ref.").split(".")
     for start in range(len(names)):
         name = ".".join(names[start:])

@@ -1,8 +1,8 @@
 """A live dashboard of a training run in the terminal. If there is no terminal, it prints lines.
 
 Used by `trainer_hooks.train.main`, and by users' training loops, which pass a Dashboard to
-MetricsLogger as `console`. `trainer_hooks.train.samples` sends it samples. It prints to a rich
-Console.
+MetricsLogger as `console`. `trainer_hooks.train.samples` sends it samples. A Dashboard prints to a
+rich Console.
 """
 
 from __future__ import annotations
@@ -139,9 +139,11 @@ class Dashboard:
             self._plain.start_stage(title, num_steps, step_name)
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Show one row of metrics, together with the latest values of metrics that the row lacks. A
-        histogram bin or a count `rollouts/*` that the row lacks becomes 0 if the row has others of
-        its group."""
+        """Show one row of metrics, together with the latest values of metrics that the row lacks.
+
+        A histogram bin or a count `rollouts/*` that the row lacks becomes 0 if the row has others
+        of its group.
+        """
         with self._lock:
             self._drop_replaced(metrics)
             self._latest.update(metrics)
@@ -240,9 +242,11 @@ class Dashboard:
     # ---- the picture
 
     def render(self, width: int, height: int | None = None) -> RenderableType:
-        """Return the dashboard, `width` columns wide and at most `height` lines high, or of any
-        height if it is None. 80 columns and 23 lines have room for everything except some
-        samples."""
+        """Return the dashboard, `width` columns wide and at most `height` lines high.
+
+        A `height` of None sets no limit. 80 columns and 23 lines have room for everything except
+        some samples.
+        """
         if height is None:
             samples = [_panel("samples", samples_text(self._samples))] * bool(self._samples)
             return Group(*self._panels(width, None, _CURVE_HEIGHTS[0]), *samples)
@@ -399,8 +403,10 @@ async def watch_step(
     interval_s: float = 0.5,
 ) -> AsyncIterator[None]:
     """Show the engines and the next batch's progress in `view` every `interval_s` during the block.
+
     `account` is the trainer's time account, which names its current activity. Without a terminal
-    nothing is shown. An error of the engines ends the display but not the block."""
+    nothing is shown. An error of the engines ends the display but not the block.
+    """
 
     def look() -> None:
         activity = "" if account is None else account.current

@@ -1,8 +1,8 @@
 """JobSettings: the settings of `rollout train`, and how Hydra composes them from conf/.
 
 Used by `trainer_hooks.train` (command, main, learner, critic, no_signal, summary, threads), by
-scripts/settings_pages.py, and by programs that build on a job's settings: examples/train_trl.py and
-`benchmarks.trl_step`. `compose_settings` reads YAML files.
+scripts/settings_pages.py, and by programs that build on a job's settings: examples/train_trl.py,
+`benchmarks.trl_step` and `benchmarks.kv_age`. `compose_settings` reads YAML files.
 """
 
 from __future__ import annotations

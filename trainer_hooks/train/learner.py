@@ -1,8 +1,8 @@
 """Learner: one training step on a batch of rollouts, by GRPO and its variants, REINFORCE++ or PPO.
 
 Used by `trainer_hooks.train.main`, which calls a Learner on rank 0 and `follow` on the trainer's
-other ranks. `benchmarks.trl_step` uses `optimizer_of`. A step changes the policy, optimizer,
-scheduler, critic and reference. `save` writes checkpoints.
+other ranks. `benchmarks.trl_step` and `benchmarks.kv_age` use `optimizer_of`. A step changes the
+policy, optimizer, scheduler, critic and reference. `save` writes checkpoints.
 
 Shape letters: R rollouts, B rows (token sequences of rollouts), T positions, P prompts, G rollouts
 per prompt.
@@ -100,9 +100,11 @@ class Learner:
     def load(
         cls, checkpoint: Path, settings: JobSettings, ranks: TrainerRanks = ALONE
     ) -> tuple[Learner, TrainerState]:
-        """Return a Learner with the states in `checkpoint`, and its TrainerState. Restores random
-        states, too. Raises ConfigError if the checkpoint's run had another model shape, no
-        reference policy or another optimizer."""
+        """Return a Learner with the states in `checkpoint`, and its TrainerState.
+
+        Restores random states, too. Raises ConfigError if the checkpoint's run had another model
+        shape, no reference policy or another optimizer.
+        """
         ranks.broadcast(("load", str(checkpoint)))
         lora = settings.model.lora
         if lora is not None:
@@ -150,9 +152,11 @@ class Learner:
     async def push(
         self, weight_sync: WeightSync, version: int, merges_adapter: bool = False
     ) -> None:
-        """Push the policy to the engines as `version`. Raises WeightUpdateError. `merges_adapter`
-        pushes all weights of a PEFT model with its adapter merged. Transient errors are retried
-        after the pauses of `weight_sync`."""
+        """Push the policy to the engines as `version`. Raises WeightUpdateError.
+
+        `merges_adapter` pushes all weights of a PEFT model with its adapter merged. Transient
+        errors are retried after the pauses of `weight_sync`.
+        """
         for pause_s in (*weight_sync.retry_pauses_s, None):
             self._ranks.broadcast(("push",))
             try:
@@ -172,9 +176,11 @@ class Learner:
         return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def update(self, batch: RolloutBatch, step: int) -> dict[str, float]:
-        """Train in minibatches on the rollouts that have a gradient. Return `train/*` metrics. The
-        rollouts of `batch` are ordered by group. `step` counts from 1. Also sets `advantages_B` and
-        updates a reference that follows the policy."""
+        """Train in minibatches on the rollouts that have a gradient. Return `train/*` metrics.
+
+        The rollouts of `batch` are ordered by group. `step` counts from 1. Also sets `advantages_B`
+        and updates a reference that follows the policy.
+        """
         self._ranks.broadcast(("update", batch.as_dict(), step))
         if self._algorithm.mask_truncated_completions:
             batch = batch.without_truncated()
@@ -381,9 +387,11 @@ def optimizer_of(groups: list[dict[str, Any]], settings: TrainerSettings) -> tor
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, settings: TrainerSettings) -> Any:
-    """Return the scheduler that the settings name, or linear warm-up and decay of the policy's
-    rate. Raises ConfigError for a path that names nothing, and for options that it does not
-    accept."""
+    """Return the scheduler that the settings name, or linear warm-up and decay.
+
+    Warm-up and decay change only the policy's rate. Raises ConfigError for a path that names
+    nothing, and for options that it does not accept.
+    """
     if (own := settings.scheduler) is not None:
         return make_object(own.path, own.options, "trainer.scheduler", optimizer)
     # The critic's rate stays constant.

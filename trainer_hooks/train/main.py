@@ -109,9 +109,11 @@ WARMUP_COLUMNS = {"warmup/loss": "loss {:.3f}", "warmup/reward": "sampled reward
 
 
 def run_job(settings: JobSettings) -> None:
-    """Run the job's seeds on rank 0. On other ranks of torchrun, train a part of the policy or run
-    an engine. Raises ConfigError if torchrun started several ranks and the settings use only
-    one."""
+    """Run the job's seeds on rank 0.
+
+    On other ranks of torchrun, train a part of the policy or run an engine. Raises ConfigError if
+    torchrun started several ranks and the settings use only one.
+    """
     disable_progress_bar()
     if settings.trainer.strategy == "fsdp2":
         with torchrun_ranks() as ranks:
@@ -184,9 +186,11 @@ def run_seed(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
     """Run one seed in `directory`: warm-up, evaluation, training, evaluation. Return its summary.
+
     Writes summary.json, and report.html even after a failure. Raises ConfigError if another job
     runs in `directory`. After Ctrl-C, raises KeyboardInterrupt between two steps. It first writes a
-    checkpoint, except during the warm-up."""
+    checkpoint, except during the warm-up.
+    """
     with locked_run(directory), restored_threads():
         try:
             run = Run(directory, settings, seed, ranks, clock)
@@ -237,9 +241,11 @@ class Run:
                 return await self.train()
 
     async def train(self) -> dict[str, Any]:
-        """Train to the last step and return the summary. Continues from the newest checkpoint if
-        the settings ask to resume. Otherwise renames an earlier run's directory and begins a new
-        run."""
+        """Train to the last step and return the summary.
+
+        Continues from the newest checkpoint if the settings ask to resume. Otherwise renames an
+        earlier run's directory and begins a new run.
+        """
         settings, view = self.settings, Dashboard(self.console, clock=self.clock)
         restore_checkpoints(self.checkpoints)
         checkpoint = find_checkpoint(self.checkpoints) if settings.resume == "auto" else None
@@ -395,7 +401,7 @@ class Run:
             num_threads=self.threads.engine,
         )
         version = versions.reserve()
-        # Engines get weights and no checkpoint, which can be deleted before an engine restarts.
+        # Engines get the weights themselves: a checkpoint can be deleted before an engine restarts.
         if self.settings.pushes_at_start:
             policy = base_weights(self.directory, self.settings.model)
         if lora is not None and config.dtype == "auto":
@@ -465,10 +471,12 @@ class Training:
     async def steps(
         self, step: int, stop: threading.Event
     ) -> AsyncIterator[tuple[int, TrainingBatch, dict[str, Any]]]:
-        """Train from `step` to the last step. Yield each step's number, batch and metrics. Engines
-        generate during training only if weights are synchronised in flight. Saves every
+        """Train from `step` to the last step. Yield each step's number, batch and metrics.
+
+        Engines generate during training only if weights are synchronised in flight. Saves every
         `checkpoint_interval` steps and after the last one. When `stop` is set, it saves and raises
-        KeyboardInterrupt."""
+        KeyboardInterrupt.
+        """
         settings, account = self.run.settings, self.account
         trainer = settings.trainer
         weight_sync = WeightSync(self.llm, in_flight=settings.weight_sync.mode == "in_flight")

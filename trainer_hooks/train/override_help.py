@@ -51,9 +51,11 @@ class Setting(NamedTuple):
 
 
 def override_help(kind: type, directory: Path, words: Words) -> str:
-    """Return the help of a job whose whole config is a `kind`. `directory` has the configs, and
-    `words` is the command line. Raises ConfigError for a config or an option that does not
-    exist."""
+    """Return the help of a job whose whole config is a `kind`.
+
+    `directory` has the configs, and `words` is the command line. Raises ConfigError for a config or
+    an option that does not exist.
+    """
     with opened_configs(directory, words) as loader, errors_on_one_line():
         return "\n".join(_help(kind, loader, words))
 

@@ -54,9 +54,11 @@ class Words(NamedTuple):
 
 
 def read_words(arguments: Sequence[str], kind: type, config_name: str) -> Words:
-    """Return the parsed command line of a job whose whole config is a `kind`. `config_name` is the
-    entry config if no option names one. Raises ConfigError for an unknown option, an unknown key,
-    and a word that is no override."""
+    """Return the parsed command line of a job whose whole config is a `kind`.
+
+    `config_name` is the entry config if no option names one. Raises ConfigError for an unknown
+    option, an unknown key, and a word that is no override.
+    """
     flags = [argument for argument in arguments if not is_override(argument)]
     given = [argument for argument in arguments if is_override(argument)]
     parser = get_args_parser()

@@ -27,9 +27,11 @@ SEPARATOR = ", "
 def prompts(
     part: str, seed: int, *, num_held_out: int, dataset_seed: int, min_length: int, max_length: int
 ) -> Sequence[PromptItem] | TrainingPrompts:
-    """Return the prompts of a part of the run with `seed`. `part` is "held_out", "train" or
-    "warmup". Training and warm-up never get the letters of a held-out item, in any order. Parts and
-    runs share no items."""
+    """Return the prompts of a part of the run with `seed`.
+
+    `part` is "held_out", "train" or "warmup". Training and warm-up never get the letters of a
+    held-out item, in any order. Parts and runs share no items.
+    """
     # reasoning-gym draws item i of a dataset with seed s from seed s + i, so that datasets with
     # nearby seeds share items. All runs share one dataset and use different ranges of it.
     items = ReasoningGymPrompts(
@@ -75,9 +77,11 @@ def sorted_letters(item: PromptItem) -> str:
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each lowercase letter, the line break, the instruction
-    that begins every prompt, and the separator of its letters. Any other character is
-    UNKNOWN_TOKEN."""
+    """Return the tokenizer of the demo. A character without a token is UNKNOWN_TOKEN.
+
+    The tokens are each lowercase letter, the line break, the instruction that begins every prompt,
+    and the separator of its letters.
+    """
     item = ReasoningGymPrompts("palindrome_generation", size=1)[0]
     instruction, _, _ = str(item.prompt).partition(SEPARATOR.join(letters_of(item)))
     tokens = [PAD_TOKEN, END_TOKEN, UNKNOWN_TOKEN, "\n", *string.ascii_lowercase]

@@ -68,10 +68,12 @@ class SplitPrompts:
 
 
 def split_sources(sources: Mapping[str, CheckedRows], data: DataSettings) -> SplitPrompts:
-    """Hold out `data.num_held_out` prompts, spread over the sources by weight, and mix the other
-    rows. At most a tenth of all distinct prompts is held out, and at most a tenth of each source's
+    """Hold out `data.num_held_out` prompts, by the sources' weights, and mix the other rows.
+
+    At most a tenth of all distinct prompts is held out, and at most a tenth of each source's
     distinct prompts. No training row has a held-out prompt. Raises ConfigError if a source has no
-    row left."""
+    row left.
+    """
     # Sources are split before they are mixed, because a mixture repeats the rows of small sources.
     candidates = _first_rows(sources)
     num_prompts = sum(map(len, candidates.values()))
@@ -139,9 +141,11 @@ def _first_rows(sources: Mapping[str, CheckedRows]) -> dict[str, list[int]]:
 def held_out_of_file(
     rows: PromptRows, data: DataSettings, check: PromptCheck, train: CheckedRows
 ) -> list[PromptItem]:
-    """Return the first `data.num_held_out` good rows of `data.held_out_path`, or all good rows if
-    it is 0. Logs a warning if some are also in `train`. Raises ConfigError if all rows are bad, or
-    for a bad row if `data.on_bad_row` is "refuse"."""
+    """Return the first `data.num_held_out` good rows of `data.held_out_path`, or all if it is 0.
+
+    Logs a warning if some are also in `train`. Raises ConfigError if all rows are bad, or for a bad
+    row if `data.on_bad_row` is "refuse".
+    """
     checked = check_rows(rows, check, data.on_bad_row, "data.held_out_path")
     count = min(data.num_held_out or len(checked.rows), len(checked.rows))
     trained = set(train.keys)

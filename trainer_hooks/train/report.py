@@ -106,10 +106,12 @@ def default_output(paths: Sequence[Path], runs: Sequence[RunResults]) -> Path:
 
 
 def report_page(runs: Sequence[RunResults], directory: Path, title: str | None = None) -> str:
-    """Return the page as text, which needs no other file and no network. `directory` is the page's
-    directory, from which it links to files of the runs. One seed has a chart for all metrics of a
-    kind, and samples. Several seeds of a run are drawn as a mean with a band. Several runs have a
-    chart per metric with a line for each run."""
+    """Return the page as well-formed XML, which needs no other file and no network.
+
+    `directory` is the page's directory, from which it links to files of the runs. One seed has a
+    chart for all metrics of a kind, and samples. Several seeds of a run are drawn as a mean with a
+    band. Several runs have a chart per metric with a line for each run.
+    """
     lengths = [[sample_lengths(seed.directory) for seed in run.seeds] for run in runs]
     is_alone = len(runs) == 1 and len(runs[0].seeds) == 1
     samples: list[Sample] = []

@@ -84,8 +84,9 @@ def open_logger(
 
 def what_ran(settings: Any) -> dict[str, Any]:
     """Return the record of this process for STARTS_NAME: command, versions, commit and others.
-    `settings` is the job's JobSettings. The commit ends in "-dirty" if tracked files have
-    changes."""
+
+    `settings` is the job's JobSettings. The commit ends in "-dirty" if tracked files have changes.
+    """
     libraries = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -132,10 +133,13 @@ def write_config(directory: Path, settings: Any) -> None:
 
 @contextmanager
 def locked_run(directory: Path) -> Iterator[None]:
-    """Hold the lock on a run's directory during the block. Raises ConfigError, naming the process,
-    if another job holds it. The lock is an flock on .<name>.lock beside the directory, which the
-    kernel releases when the process ends. Other hosts respect it on Linux NFS, and on Lustre with
-    the mount option flock. On a file system without locks a warning is logged instead."""
+    """Hold the lock on a run's directory during the block.
+
+    Raises ConfigError, naming the process, if another job holds it. The lock is an flock on
+    .<name>.lock beside the directory, because the directory can be renamed. The kernel releases the
+    lock when the process ends. Other hosts respect it on Linux NFS, and on Lustre with the mount
+    option flock. On a file system without locks a warning is logged instead.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     path = directory.with_name(f".{directory.name}.lock")
     with path.open("a+", encoding="utf-8") as file:
@@ -160,9 +164,12 @@ def locked_run(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def stop_on_interrupt(announce: Callable[[str], object]) -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets. A second signal of the same
-    kind acts as before the block. `announce` is called in a thread, with STOPPING after the first
-    signal and STOPPING_NOW after the second."""
+    """Yield an event that the first SIGINT (Ctrl-C) or SIGTERM sets.
+
+    So a training step is not interrupted halfway, with weights that belong to no step. A second
+    signal of the same kind acts as before the block. `announce` is called in a thread, with
+    STOPPING after the first signal and STOPPING_NOW after the second.
+    """
     requested = threading.Event()
     before = {int(name): signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     # A signal can interrupt the main thread while it prints, so a thread announces. A signal can

@@ -91,9 +91,12 @@ class RunResults:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunResults]:
-    """Read runs. Each of `directories` has a run, with its seeds in seed_*, or one seed. The names
-    of the runs are the shortest ends of their paths that differ. Raises ConfigError for a directory
-    without metrics.jsonl, and for a directory given twice."""
+    """Read the runs in `directories`.
+
+    Each directory has a run, with its seeds in seed_*, or one seed. The names of the runs are the
+    shortest ends of their paths that differ. Raises ConfigError for a directory without
+    metrics.jsonl, and for a directory given twice.
+    """
     paths = [directory.resolve() for directory in directories]
     for path in paths:
         if paths.count(path) > 1:

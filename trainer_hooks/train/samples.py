@@ -54,9 +54,12 @@ class ShowsSamples(Protocol):
 
 
 class SampleLog:
-    """Writes samples of every step to completions.jsonl. Use it as a context manager. After step 1
-    and every `sample_interval` steps it also sends some samples to `view` and, as a table, to
-    `logger`. An error of the view is logged once. `tokenizer` is a transformers tokenizer."""
+    """Writes samples of every step to completions.jsonl.
+
+    Use it as a context manager. After step 1 and every `sample_interval` steps it also sends some
+    samples to `view` and, as a table, to `logger`. An error of the view is logged once. `tokenizer`
+    is a transformers tokenizer.
+    """
 
     def __init__(
         self,
@@ -103,11 +106,13 @@ class SampleLog:
 def sample_of(
     step: int, batch: TrainingBatch, index: int, advantages_B: torch.Tensor, tokenizer: Any
 ) -> dict[str, Any]:
-    """Return rollout `index` of the batch as a row of completions.jsonl. `advantages_B` has the
-    advantage of each row of the batch. The result's `spans` are [version, text] of the tokens after
-    the prompt. The version is None for tokens that were not sampled, such as tool output. Further
-    token sequences of the rollout follow, each with its own prompt. Lags count the versions between
-    the sampling and the trained weights."""
+    """Return rollout `index` of the batch as a row of completions.jsonl.
+
+    `advantages_B` has the advantage of each row of the batch. The result's `spans` are [version,
+    text] of the tokens after the prompt. The version is None for tokens that were not sampled, such
+    as tool output. Further token sequences of the rollout follow, each with its own prompt. Lags
+    count the versions between the sampling and the trained weights.
+    """
     rollouts = batch.rollouts
     group, sample = divmod(index, batch.group_size)
     scored = batch.groups[group]
@@ -252,9 +257,11 @@ def samples_text(samples: Sequence[Sample]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class FittedSamples:
-    """A rich renderable of as many samples as fit into `num_lines` lines of a terminal. A sample
-    gets a line of numbers, a line with the end of its prompt if there is room, and lines of its
-    text. The middle of a long text is left out. Tool output has its own style."""
+    """A rich renderable of as many samples as fit into `num_lines` lines of a terminal.
+
+    A sample gets a line of numbers, a line with the end of its prompt if there is room, and lines
+    of its text. The middle of a long text is left out. Tool output has its own style.
+    """
 
     samples: Sequence[Sample]
     num_lines: int

@@ -179,7 +179,7 @@ class DataSettings(SourceSettings):
     examples: example answers by the user's text, which become turns before each prompt.
     template_options: more arguments of the template, such as enable_thinking.
     held_out_path: prompts of the same kind for evaluation. None holds out some prompts of the
-        sources, which are not trained on.
+        sources, and training omits all rows with these prompts.
     num_held_out: number of prompts for evaluation. With `held_out_path` it takes the first ones, or
         all if 0. Without `held_out_path` it is at most a tenth of all prompts.
     on_bad_row: what to do at the start about rows that no engine could answer. refuse raises an

@@ -44,9 +44,11 @@ TIMES = ("generate", "suspend", "update", "resume", "train", "wait")
 def outline(
     settings: JobSettings, task: Task, num_prompts: int, directory: Path, resume_step: int | None
 ) -> dict[str, str]:
-    """Return the outline of a run: what it is about to do, by name. `num_prompts` counts the
-    training prompts, and `directory` is the run's. `resume_step` is the step of the checkpoint from
-    which it continues, or None."""
+    """Return the outline of a run: what it is about to do, by name.
+
+    `num_prompts` counts the training prompts, and `directory` is the run's. `resume_step` is the
+    step of the checkpoint from which it continues, or None.
+    """
     model, algorithm, trainer = settings.model, settings.algorithm, settings.trainer
     parts = [
         model.path or "random weights",

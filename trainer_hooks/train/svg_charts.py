@@ -123,9 +123,11 @@ def legend(names: Sequence[str], note: str = "") -> str:
 
 
 def line_chart(lines: Mapping[str, Sequence[Point]]) -> str:
-    """Return an SVG picture of lines over steps. `lines` has the points of each line by name, at
-    least one point in all. A line without points is not drawn but keeps its colour. Up to MAX_BANDS
-    lines have bands."""
+    """Return an SVG picture of lines over steps.
+
+    `lines` has the points of each line by name, at least one point in all. A line without points is
+    not drawn but keeps its colour. Up to MAX_BANDS lines have bands.
+    """
     every = [point for line in lines.values() for point in line]
     lowest, highest = min(p.low for p in every), max(p.high for p in every)
     low, high = _without_outliers([y for p in every for y in (p.low, p.high)])

@@ -1,7 +1,8 @@
 """Task: the prompts, rewards, tokenizer and initial policy of a job, created from its settings.
 
 Used by `trainer_hooks.train` (main, summary, warm_up), and by programs with another training loop:
-examples/train_trl.py and `benchmarks.trl_step`. It reads files and imports users' functions.
+examples/train_trl.py, `benchmarks.trl_step` and `benchmarks.kv_age`. It reads files and imports
+users' functions.
 """
 
 from __future__ import annotations
@@ -327,8 +328,9 @@ def load_tokenizer(settings: ModelSettings) -> Any:
 
 
 def chat_format(settings: DataSettings, tokenizer: Any) -> ChatFormat | None:
-    """Return the format of prompts by the tokenizer's chat template, or None to leave prompts
-    unchanged. The result is None if `settings.chat` is False, or if `settings.chat` is None and the
+    """Return the format of prompts by the chat template, or None to leave prompts unchanged.
+
+    The result is None if `settings.chat` is False, or if `settings.chat` is None and the
     tokenizer has no template. Raises ConfigError for a system prompt or examples without a
     template."""
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -372,10 +374,12 @@ def environment_rollouts(
     template_options: Mapping[str, Any],
     max_sequence_length: int | None,
 ) -> EnvironmentRollouts | AgentRollouts | None:
-    """Return the rollout_fn of the settings, or None if they name no environment. The engine's
-    `max_sequence_length` limits an episode's tokens if the settings do not. Raises ConfigError for
-    a path that names no environment, for wrong options and limits, and for a tokenizer without a
-    chat template."""
+    """Return the rollout_fn of the settings, or None if they name no environment.
+
+    The engine's `max_sequence_length` limits an episode's tokens if the settings do not. Raises
+    ConfigError for a path that names no environment, for wrong options and limits, and for a
+    tokenizer without a chat template.
+    """
     if settings.path is None:
         return None
     make, options = import_object(settings.path, "environment.path"), dict(settings.options)

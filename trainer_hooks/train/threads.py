@@ -31,9 +31,12 @@ class Threads:
 
 
 def threads_of(settings: JobSettings) -> Threads:
-    """Return the threads of a job. `trainer.num_threads` and `engine.num_threads` stay as given. If
-    engines are suspended during training or compute on a GPU, trainer and engine get all CPUs each.
-    Otherwise each process gets an equal part of the CPUs, at least one."""
+    """Return the threads of a job.
+
+    `trainer.num_threads` and `engine.num_threads` stay as given. If engines are suspended during
+    training or compute on a GPU, trainer and engine get all CPUs each. Otherwise each process gets
+    an equal part of the CPUs, at least one.
+    """
     trainer, engine = settings.trainer.num_threads, settings.engine.num_threads
     # torchrun divides the CPUs among its ranks by OMP_NUM_THREADS.
     if settings.trainer.strategy == "fsdp2" or settings.launcher.path != LOCAL_LAUNCHER:

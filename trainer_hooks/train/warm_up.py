@@ -44,9 +44,12 @@ async def warm_up(
     params: SamplingParams,
     engine: InferenceConfig,
 ) -> AsyncIterator[dict[str, float]]:
-    """Train on the answers of the warm-up's prompts until samples score `target_reward`. Yield the
-    metrics of each step. An engine in this process samples with `params` at the settings' intervals
-    and after the last step. Raises ConfigError if `max_steps` steps do not reach the target."""
+    """Train on the answers of the warm-up's prompts until samples score `target_reward`.
+
+    Yield the metrics of each step. An engine in this process samples with `params` at the settings'
+    intervals and after the last step. Raises ConfigError if `max_steps` steps do not reach the
+    target.
+    """
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate)
     guard = GuardedStep(optimizer, _MAX_GRAD_NORM)
     source = task.warmup_prompts(seed)

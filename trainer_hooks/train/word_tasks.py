@@ -3,7 +3,7 @@
 `trainer_hooks.train.task` imports the functions, which conf/data/revlist.yaml and
 conf/data/digits.yaml name. It calls them as `function(part, seed, **options)` with part "train",
 "warmup" or "held_out". Rows have the column `answer`. Held-out rows are equal for all seeds, and no
-run trains on them.
+run trains on them. `benchmarks.kv_age` uses `reversed_lists`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ def _rows(
     size: str,
     num_rows: int,
 ) -> Sequence[PromptItem]:
-    """Return the held-out rows, or NUM_PROMPTS other rows of the part, made by `draw`. `num_rows`
-    counts the different rows that `draw` can make. Raises ConfigError, which names `size`, if more
-    than half of them are held out."""
+    """Return the held-out rows, or NUM_PROMPTS other rows of the part, made by `draw`.
+
+    `num_rows` counts the different rows that `draw` can make. Raises ConfigError, which names
+    `size`, if more than half of them are held out.
+    """
     if num_rows < 2 * num_held_out:
         raise ConfigError(
             f"{size} gives {num_rows} rows, fewer than twice num_held_out={num_held_out}; "

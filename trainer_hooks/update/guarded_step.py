@@ -1,9 +1,9 @@
 """GuardedStep: clips gradients, and skips the optimizer step if a gradient is NaN or infinite.
 
 Used by `trainer_hooks.update.micro_batches`, `trainer_hooks.train.learner` and
-`trainer_hooks.train.warm_up`. `benchmarks.trl_step` uses `clip_gradients`. GuardedStep writes the
-parameters through the optimizer. If it has a directory, it writes the batches of skipped steps
-there.
+`trainer_hooks.train.warm_up`. `benchmarks.trl_step` and `benchmarks.kv_age` use `clip_gradients`.
+GuardedStep writes the parameters through the optimizer. If it has a directory, it writes the
+batches of skipped steps there.
 """
 
 from __future__ import annotations
