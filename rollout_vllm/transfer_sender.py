@@ -181,6 +181,8 @@ class VllmTransport(SentTransport[_Push]):
         the push is rolled back. Raises WeightUpdateError if an engine or vLLM fails."""
         push = self._take(source)
         with self._sending:
+            if self._store is None:
+                return  # `close` has ended the push
             self._remove_keys(self._sent)
             self._sent = push
             try:

@@ -60,15 +60,16 @@ def client_of(engine: Engine) -> VllmServer:
     return client
 
 
-def longest(engine: Engine) -> int:
+def progress(engine: Engine) -> dict[int, int]:
+    """Return the number of tokens of each request whose record was not returned yet."""
     ids = engine.request_ids()
-    return max((engine.get_record(i).merge().num_generated_tokens for i in ids), default=0)
+    return {i: engine.get_record(i).merge().num_generated_tokens for i in ids}
 
 
 def run_until(engine: Engine, num_tokens: int) -> list[DynamicInferenceRequestRecord]:
     """Step until a request has so many tokens, or all have ended."""
     records: list[DynamicInferenceRequestRecord] = []
-    while engine.has_unfinished_requests() and longest(engine) < num_tokens:
+    while engine.has_unfinished_requests() and max(progress(engine).values()) < num_tokens:
         records += engine.step()
         engine.check_integrity(may_be_in_flight=True)
     return records
@@ -86,10 +87,10 @@ def hold(
         client_of(engine).call("POST", "/pause?mode=keep")
         num_idle = 0
         while num_idle < 10:  # tokens that are on their way
-            before = longest(engine)
+            before = progress(engine)
             records += engine.step()
-            num_idle = num_idle + 1 if longest(engine) == before else 0
-        if all(not engine._outputs.has_ended(i) and i in engine.request_ids() for i in ids):
+            num_idle = num_idle + 1 if progress(engine) == before else 0
+        if all(0 < progress(engine).get(i, 0) < NUM_NEW for i in ids):
             return ids, records
         client_of(engine).call("POST", "/resume")  # the server was quicker
         records += run_until(engine, NUM_NEW + 1)

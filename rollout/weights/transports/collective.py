@@ -159,6 +159,8 @@ class CollectiveTransport(SentTransport[_Push]):
         disconnects or takes too long."""
         push = self._take(source)
         with self._sending:
+            if self._store is None:
+                return  # `close` has ended the push
             self._remove_keys(self._old)
             self._old = push
             try:

@@ -183,6 +183,16 @@ def test_collective_send_ends_a_push_that_was_rolled_back_before(
     pushed(transport, [CollectiveReceiver()], weights(2.0))
 
 
+def test_collective_send_returns_if_the_transport_was_closed_before() -> None:
+    transport = CollectiveTransport()
+    first = transport.publish({"a": torch.zeros(2)})
+    transport.roll_back()
+    transport.send(first)  # its keys are in the store until the next push
+    second = transport.publish({"a": torch.zeros(2)})
+    transport.close()
+    transport.send(second)
+
+
 def test_collective_roll_back_ends_a_send_that_waits_for_an_engine(
     transport: CollectiveTransport,
 ) -> None:
